@@ -1,0 +1,38 @@
+# Two commands: `make demo` shows KVPP at work in a real vLLM engine, `make test` proves it.
+# Both make the virtual environment (.venv) by themselves; the second time that costs nothing.
+SHELL := /bin/bash
+VENV ?= .venv
+BIN := $(VENV)/bin
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint wheel docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(VENV)/.ready ## make the virtual environment
+
+$(VENV)/.ready: pyproject.toml .ci/setup .ci/overrides.txt
+	@bash .ci/setup
+
+demo: $(VENV)/.ready ## run KVPP off and on in a real engine and compare
+	@$(BIN)/kvpp demo $(ARGS)
+
+test: lint ## lint, type-check and run all tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+wheel: $(VENV)/.ready ## build the wheel into dist/
+	@$(BIN)/python -m build --wheel --outdir dist .
+
+docs: $(VENV)/.ready ## build docs/ as a site into site/
+	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "mkdocs is missing: run 'uv pip install --python $(BIN)/python mkdocs'"; exit 1; }
+	@$(BIN)/mkdocs build --quiet --config-file docs/mkdocs.yml
+
+clean: ## remove the virtual environment and everything built
+	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,88 @@
+"""The contract of a device: two streams, and events between them.
+
+A stream executes what is submitted to it in order. An event marks a point in a stream. The
+pipeline uses two streams: ``compute``, on which the model runs, and ``transfer``, on which layers
+are broadcast. `CpuStream` and `AcceleratorStream` keep the same promises; the ordering tests run
+against a simulated device that delays both streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+__all__ = ["Device", "Event", "Fence", "Stream", "Work"]
+
+# Something on the host to wait for before a layer may be broadcast or read: a pool load.
+Fence = Future[Any]
+
+
+class Work(Protocol):
+    """A collective under way: torch.distributed's Work, as far as it is used here."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        ...
+
+    def wait(self, timeout: Any = ...) -> Any:
+        """Block until it has ended; raise what it failed with."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def done(self) -> bool:
+        """Whether the stream has passed the point. Never blocks."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Block the host until the stream has passed the point.
+
+        Raises:
+            TransferTimeout: it had not after ``timeout`` seconds.
+            Exception: what an earlier operation of the stream failed with.
+        """
+        ...
+
+
+class Stream(Protocol):
+    """Operations in order. ``what`` names an operation in the message of a timeout."""
+
+    def run(self, op: Callable[[], None], what: str) -> None:
+        """Execute ``op`` (tensor operations) after everything submitted before."""
+        ...
+
+    def collective(self, launch: Callable[[], Work], what: str) -> None:
+        """Start a collective after everything submitted before; what follows waits for its end."""
+        ...
+
+    def wait(self, event: Event, what: str) -> None:
+        """Let everything submitted later wait for an event of another stream."""
+        ...
+
+    def wait_fence(self, fence: Fence, timeout: float, what: str) -> None:
+        """Let everything submitted later wait until ``fence`` is done, or ``timeout`` s are over.
+
+        Never raises: who needs to know how the load went reads the fence.
+        """
+        ...
+
+    def record(self) -> Event:
+        """An event that marks the end of everything submitted so far."""
+        ...
+
+
+class Device(Protocol):
+    """The two streams of a worker."""
+
+    @property
+    def compute(self) -> Stream:
+        """The stream the model runs on, at the time of the call."""
+        ...
+
+    @property
+    def transfer(self) -> Stream:
+        """The stream that broadcasts run on."""
+        ...

@@ -1,0 +1,354 @@
+"""The per-step state machine: begin, acquire each layer, end; abort and close.
+
+Section 2.3 of the specification. A step with history starts the broadcast of the first target
+layer; each layer waits for its own broadcast before its first cache access and then starts the
+next one, so that one transfer overlaps one layer of computation:
+
+    begin ──▶ start(0)
+    acquire(0) ──▶ wait(0), start(1)      slot 0 is in use, slot 1 is being filled
+    acquire(1) ──▶ wait(1), start(2)      slot 0 is free again: layer 0 has been computed
+    ...
+    end
+
+Ordering (S10): a transfer waits for an event recorded on the compute stream when it is started.
+The event covers the owner's earlier writes to the layer and the last use of the scratch slot that
+is about to be refilled. The compute stream waits for the transfer's end before it reads.
+A layer with a load fence is broadcast after its load has ended on the owner (S4); the owner's
+load status travels ahead on the control group, so that all ranks fail alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+
+import torch
+
+from kvpp_core.device.base import Device, Event, Fence
+from kvpp_core.device.cpu import CpuStream
+from kvpp_core.errors import AcquireOrderError, LoadFailed, PipelineClosed, PlanError
+from kvpp_core.group import KvppGroup
+from kvpp_core.layout import RankLayout
+from kvpp_core.stats import PipelineStats
+from kvpp_core.transfer import (
+    BroadcastPolicy,
+    BundleTransfer,
+    CostModel,
+    History,
+    Mode,
+    choose_mode,
+    mode_bytes,
+)
+
+__all__ = ["Pipeline", "PipelineSettings"]
+
+POISON = 0xFF  # a quiet NaN in every float format, -1 in every integer format
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """How a pipeline broadcasts, and how long it waits. The same on every rank of a group."""
+
+    policy: BroadcastPolicy
+    cost: CostModel
+    transfer_timeout: float  # seconds, for each wait for a broadcast
+    load_timeout: float  # seconds that a load may take once its layer is to be broadcast
+    poison_scratch: bool = False  # fill scratch with 0xFF at the start of each step with history
+
+
+class _State(Enum):
+    IDLE = auto()
+    STEP = auto()
+    BROKEN = auto()
+    CLOSED = auto()
+
+
+class _LoadStatus(IntEnum):
+    """The owner's word on a load, as broadcast."""
+
+    OK = 0
+    FAILED = 1
+    TIMED_OUT = 2
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """The transfer that has been started and not yet been acquired."""
+
+    ordinal: int
+    done: Event
+    status: torch.Tensor | None  # the owner's load status, on the host
+    status_known: Event | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    history: History
+    index: torch.Tensor  # active block ids on the buffer's device
+    fences: Mapping[int, Fence]
+    guarded: bool  # some layer is loaded in this step: every transfer carries a load status
+
+
+class Pipeline:
+    """Keeps one rank's target layers readable, layer by layer, step by step.
+
+    All methods are called from the thread that runs the model; fences may be completed from any
+    thread. ``buffer`` is the rank's KV memory as one-dimensional bytes laid out by ``layout``,
+    ``staging`` memory of the same device for packed messages.
+    """
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        buffer: torch.Tensor,
+        staging: torch.Tensor,
+        group: KvppGroup,
+        device: Device,
+        settings: PipelineSettings,
+    ) -> None:
+        self._layout = layout
+        self._buffer = buffer
+        self._staging_bytes = staging.numel()
+        self._group = group
+        self._device = device
+        self._settings = settings
+        self._transfer = BundleTransfer(layout, buffer, staging, group, device.transfer)
+        self._control = CpuStream()
+        self._ordinals = {
+            component.name: ordinal
+            for ordinal, bundle in enumerate(layout.placement.bundles)
+            for component in bundle.components
+        }
+        self._state = _State.IDLE
+        self._step: _Step | None = None
+        self._current = -1  # ordinal of the layer acquired last in this step
+        self._in_flight: _InFlight | None = None
+        self.stats = PipelineStats()
+
+    def begin(
+        self,
+        active_blocks: Sequence[int],
+        fences: Mapping[int, Fence] | None = None,
+        *,
+        guarded: bool = False,
+    ) -> None:
+        """Start a step. Without active blocks nothing is broadcast and nothing is checked.
+
+        ``active_blocks`` are sorted, unique ids of blocks that hold history of this step's
+        requests. ``fences`` maps transformer layer indices to loads that must end before the
+        layer may be broadcast; ``guarded`` says that some rank of the group has fences, and must
+        be the same on every rank (S8).
+
+        Raises:
+            PipelineClosed: after close(), inside a step, or after a failed abort().
+            PlanError: fences without ``guarded``, or a block id outside the pool.
+        """
+        if self._state is not _State.IDLE:
+            raise PipelineClosed(
+                f"a step cannot begin: the KVPP pipeline is {self._state.name.lower()}"
+            )
+        if fences and not guarded:
+            raise PlanError("load fences in a step that is not announced as guarded to the group")
+        self.stats.steps += 1
+        self._state = _State.STEP
+        self._current = -1
+        if not active_blocks or not self._layout.placement.bundles:
+            return
+        history = History.of(active_blocks, self._layout.num_blocks)
+        index = torch.tensor(history.blocks, dtype=torch.int64).to(
+            self._buffer.device, non_blocking=True
+        )
+        self._step = _Step(history, index, fences or {}, guarded)
+        self.stats.steps_with_history += 1
+        if self._settings.poison_scratch:
+            self._device.compute.run(self._poison, "poisoning the scratch slots")
+        self._start(0)
+
+    def acquire(self, component: str) -> None:
+        """Make a target layer readable and writable; start the next layer's broadcast.
+
+        Call it before the first cache access of the component. Components of one bundle may come
+        in any order; only the first one waits.
+
+        Raises:
+            AcquireOrderError: the layer is not a target layer, or not the next one.
+            LoadFailed: the owner could not load the layer (on every rank of the group).
+            TransferTimeout: the broadcast did not end in time.
+        """
+        step = self._step
+        if step is None:
+            return
+        ordinal = self._ordinals.get(component)
+        if ordinal is None:
+            raise AcquireOrderError(f"{component!r} is no cache of a target layer of this rank")
+        if ordinal == self._current:
+            return
+        if ordinal != self._current + 1:
+            raise AcquireOrderError(
+                f"layer {self._layer(ordinal)} ({component}) was touched after "
+                f"{self._after(self._current)}; expected {self._after(self._current + 1)}"
+            )
+        started = time.monotonic()
+        self._wait_for(ordinal)
+        self.stats.wait_seconds += time.monotonic() - started
+        self._current = ordinal
+        if ordinal + 1 < len(self._layout.placement.bundles):
+            self._start(ordinal + 1)
+
+    def end(self) -> None:
+        """Finish a step whose forward returned.
+
+        Raises:
+            AcquireOrderError: a target layer was never touched; what it would have read is in
+                scratch memory that the next step overwrites. The pipeline is idle again.
+        """
+        if self._state is not _State.STEP:
+            raise PipelineClosed(f"end() outside a step: the pipeline is {self._state.name}")
+        last = len(self._layout.placement.bundles) - 1
+        if self._step is not None and self._current != last:
+            missing = self._current + 1
+            self.abort()
+            raise AcquireOrderError(
+                f"the forward ended without touching the cache of {self._after(missing)}; "
+                f"{last - self._current} of {last + 1} target layers were left out"
+            )
+        self._finish_step()
+
+    def abort(self) -> None:
+        """Give up a step, from any state of it: wait until nothing is in flight.
+
+        Afterwards no transfer reads or writes the buffer, and a new step may begin.
+
+        Raises:
+            TransferTimeout: the transfer in flight did not end; the pipeline is broken and
+                refuses further steps.
+        """
+        if self._state is not _State.STEP:
+            return
+        self.stats.aborted_steps += 1
+        self._drain()
+        self._finish_step()
+
+    def close(self) -> None:
+        """Leave nothing in flight; refuse further steps. May be called twice.
+
+        Raises:
+            TransferTimeout: the transfer in flight did not end.
+        """
+        if self._state is _State.CLOSED:
+            return
+        try:
+            self._drain()
+        finally:
+            self._finish_step()
+            self._state = _State.CLOSED
+
+    def _finish_step(self) -> None:
+        self._step = None
+        self._in_flight = None
+        self._state = _State.IDLE
+
+    def _drain(self) -> None:
+        in_flight = self._in_flight
+        if in_flight is None:
+            return
+        timeout = self._settings.transfer_timeout + self._settings.load_timeout
+        try:
+            in_flight.done.wait(timeout)
+            if in_flight.status_known is not None:
+                in_flight.status_known.wait(timeout)
+        except BaseException:
+            self._step = None
+            self._state = _State.BROKEN
+            raise
+
+    def _start(self, ordinal: int) -> None:
+        """Submit the broadcast of target bundle ``ordinal``; returns without waiting for it."""
+        step = self._step
+        assert step is not None and self._in_flight is None
+        bundle = self._layout.placement.bundles[ordinal]
+        transfer, settings = self._device.transfer, self._settings
+        mode = choose_mode(
+            bundle, step.history, settings.policy, settings.cost, self._staging_bytes
+        )
+        transfer.wait(self._device.compute.record(), f"computation before layer {bundle.layer}")
+        status = status_known = None
+        if step.guarded:
+            status, status_known = self._start_status(ordinal, step.fences.get(bundle.layer))
+        self._transfer.start(ordinal, mode, step.history, step.index)
+        self._in_flight = _InFlight(ordinal, transfer.record(), status, status_known)
+        self._count(mode, ordinal, step.history)
+
+    def _start_status(self, ordinal: int, fence: Fence | None) -> tuple[torch.Tensor, Event]:
+        """Submit the owner's load status; hold the data back until the load has ended."""
+        owner = self._layout.placement.owners[ordinal]
+        status = torch.full((1,), _LoadStatus.OK, dtype=torch.int64)
+        if fence is not None and owner == self._group.rank:
+            timeout = self._settings.load_timeout
+            what = f"the load of layer {self._layer(ordinal)}"
+            self._device.transfer.wait_fence(fence, timeout, what)
+            self._control.wait_fence(fence, timeout, what)
+            self._control.run(lambda: _set_status(status, fence), f"the status of {what}")
+        self._control.collective(
+            lambda: self._group.broadcast_control(status, owner),
+            f"the load status of layer {self._layer(ordinal)} from rank {self._group.ranks[owner]}",
+        )
+        return status, self._control.record()
+
+    def _wait_for(self, ordinal: int) -> None:
+        in_flight = self._in_flight
+        assert in_flight is not None and in_flight.ordinal == ordinal
+        if in_flight.status is not None and in_flight.status_known is not None:
+            in_flight.status_known.wait(
+                self._settings.transfer_timeout + self._settings.load_timeout
+            )
+            status = _LoadStatus(int(in_flight.status))
+            if status is not _LoadStatus.OK:
+                self._raise_load_failed(ordinal, status)
+        self._device.compute.wait(in_flight.done, f"the broadcast of layer {self._layer(ordinal)}")
+        self._in_flight = None
+
+    def _raise_load_failed(self, ordinal: int, status: _LoadStatus) -> None:
+        self.stats.load_failures += 1
+        assert self._step is not None
+        fence = self._step.fences.get(self._layer(ordinal))
+        cause = fence.exception() if fence is not None and fence.done() else None
+        owner = self._group.ranks[self._layout.placement.owners[ordinal]]
+        how = (
+            "failed"
+            if status is _LoadStatus.FAILED
+            else f"did not end within {self._settings.load_timeout:.1f} s"
+        )
+        raise LoadFailed(
+            f"the load of layer {self._layer(ordinal)} {how} on its owner, rank {owner}; "
+            "the layer's history is not valid on any rank"
+        ) from cause
+
+    def _count(self, mode: Mode, ordinal: int, history: History) -> None:
+        bundle = self._layout.placement.bundles[ordinal]
+        self.stats.broadcasts[mode] += 1
+        self.stats.bytes[mode] += mode_bytes(mode, bundle, history)
+        self.stats.active_history_bytes += mode_bytes(Mode.PACKED, bundle, history)
+        self.stats.full_bytes += mode_bytes(Mode.FULL, bundle, history)
+
+    def _poison(self) -> None:
+        for slot in self._layout.slots:
+            self._buffer[slot.offset : slot.end].view(torch.uint8).fill_(POISON)
+
+    def _layer(self, ordinal: int) -> int:
+        return self._layout.placement.bundles[ordinal].layer
+
+    def _after(self, ordinal: int) -> str:
+        bundles = self._layout.placement.bundles
+        if ordinal < 0:
+            return "the start of the step"
+        return f"layer {bundles[ordinal].layer}" if ordinal < len(bundles) else "the last layer"
+
+
+def _set_status(status: torch.Tensor, fence: Fence) -> None:
+    if not fence.done():
+        status.fill_(_LoadStatus.TIMED_OUT)
+    elif fence.cancelled() or fence.exception() is not None:
+        status.fill_(_LoadStatus.FAILED)

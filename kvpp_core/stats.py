@@ -1,0 +1,40 @@
+"""What the pipeline counts: steps, broadcasts, bytes and the time a forward waited for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvpp_core.transfer import Mode
+
+__all__ = ["PipelineStats"]
+
+
+@dataclass(slots=True)
+class PipelineStats:
+    """Counters since start. Bytes are payload: the same number on every rank of a group."""
+
+    steps: int = 0
+    steps_with_history: int = 0
+    broadcasts: Counter[Mode] = field(default_factory=Counter)
+    bytes: Counter[Mode] = field(default_factory=Counter)
+    active_history_bytes: int = 0  # what a step needed: active blocks of every target bundle
+    full_bytes: int = 0  # what the specification's complete bundles would have moved
+    wait_seconds: float = 0.0  # host time in acquire(): on the CPU all exposed waiting
+    load_failures: int = 0
+    aborted_steps: int = 0
+
+    def snapshot(self) -> dict[str, int | float | dict[str, int]]:
+        """The counters as plain data, for logs, metrics and the demo."""
+        return {
+            "steps": self.steps,
+            "steps_with_history": self.steps_with_history,
+            "broadcasts": {mode.value: count for mode, count in self.broadcasts.items()},
+            "bytes": {mode.value: count for mode, count in self.bytes.items()},
+            "bytes_total": sum(self.bytes.values()),
+            "active_history_bytes": self.active_history_bytes,
+            "full_bytes": self.full_bytes,
+            "wait_seconds": self.wait_seconds,
+            "load_failures": self.load_failures,
+            "aborted_steps": self.aborted_steps,
+        }
