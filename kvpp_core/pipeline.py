@@ -31,16 +31,16 @@ from kvpp_core.device.cpu import CpuStream
 from kvpp_core.errors import AcquireOrderError, LoadFailed, PipelineClosed, PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import RankLayout
-from kvpp_core.stats import PipelineStats
-from kvpp_core.transfer import (
+from kvpp_core.policy import (
     BroadcastPolicy,
-    BundleTransfer,
     CostModel,
     History,
     Mode,
     choose_mode,
     mode_bytes,
 )
+from kvpp_core.stats import PipelineStats
+from kvpp_core.transfer import BundleTransfer
 
 __all__ = ["Pipeline", "PipelineSettings"]
 
@@ -126,6 +126,16 @@ class Pipeline:
         self._current = -1  # ordinal of the layer acquired last in this step
         self._in_flight: _InFlight | None = None
         self.stats = PipelineStats()
+
+    @property
+    def layout(self) -> RankLayout:
+        """Where every byte of the buffer lies."""
+        return self._layout
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._state is _State.STEP
 
     def begin(
         self,

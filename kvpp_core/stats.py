@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvpp_core.transfer import Mode
+from kvpp_core.policy import Mode
 
 __all__ = ["PipelineStats"]
 

@@ -1,0 +1,1 @@
+"""KVPP and KVPP-aware KV connectors as a plug-in for stock vLLM."""

@@ -1,0 +1,1 @@
+"""The `kvpp` command: plan, check, doctor, demo, bench."""

@@ -1,0 +1,499 @@
+"""`kvpp plan`: how many tokens fit with KVPP off and on, before any engine is started.
+
+Section 2.2 of the specification. The figures come from kvpp_core.capacity, the arithmetic that the
+engine itself uses; this file reads the options and prints the answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvpp_connectors.model_shapes import (
+    AUTO,
+    INDEXER_LAYOUTS,
+    MAIN_LAYOUTS,
+    NO_INDEXER,
+    ModelShape,
+    default_layer_split,
+    read_model_shape,
+)
+from kvpp_core.bundles import LayerBundle, largest_bytes_per_block
+from kvpp_core.capacity import DeploymentCapacity, StageCapacity, deployment, stage_capacity
+from kvpp_core.errors import KvppError, PlanError
+from kvpp_core.layout import SCRATCH_SLOTS
+from kvpp_core.ownership import OwnershipPolicy
+
+__all__ = ["Plan", "PlanRequest", "StagePlan", "plan", "span"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+_BAD_OPTION = 2  # exit code
+_MOST = 16_384  # ranks, stages, tokens per block: a larger number is a slip
+_MIN_WIDTH = 100  # columns: enough for the table where the output is not a terminal
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """The options, already parsed; sizes in bytes."""
+
+    shape: ModelShape
+    tp: int
+    pp: int
+    pcp: int
+    layer_split: tuple[int, ...]  # layers per PP stage
+    memory: int
+    reserve: int
+    main_cache: str
+    indexer_cache: str
+    block_size: int  # tokens
+    draft_layers: int
+    ownership: OwnershipPolicy
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """Capacity of one PP stage, and what its bytes per block are made of."""
+
+    capacity: StageCapacity
+    scratch_bytes: int  # bytes per block of the scratch slots, the same on every rank
+    draft_bytes: int  # bytes per block of the draft layers, the same on every rank
+
+    @property
+    def owned_bytes(self) -> tuple[int, ...]:
+        """Bytes per block of the owned layers, by group rank."""
+        local = self.scratch_bytes + self.draft_bytes
+        return tuple(total - local for total in self.capacity.bytes_per_block_on)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer: capacity of the deployment, and what was asked."""
+
+    request: PlanRequest
+    main_cache: str  # layout, resolved where the request says auto
+    indexer_cache: str
+    stages: tuple[StagePlan, ...]
+    capacity: DeploymentCapacity
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the operator should know before trusting or using the figures."""
+        found = []
+        shape, ratio = self.request.shape, self.capacity.ratio
+        if ratio <= 1:
+            remedy = (
+                ", or use fewer PP stages, each with more layers" if self.request.pp > 1 else ""
+            )
+            found.append(
+                f"KVPP on holds {ratio:.4f} times the tokens of KVPP off: leave enable_kvpp off"
+                f"{remedy}."
+            )
+        if AUTO in (self.request.main_cache, self.request.indexer_cache):
+            found += _dtype_warnings(shape)
+        if not shape.sparse and self.request.indexer_cache not in (AUTO, NO_INDEXER):
+            found.append(
+                f"--indexer-cache {self.request.indexer_cache} has no effect: {shape.path} has no "
+                "index_topk, so the model has no indexer."
+            )
+        return tuple(found)
+
+
+def plan(
+    model: Annotated[
+        Path, typer.Option(help="config.json of the model, or the local folder that holds it.")
+    ],
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    pcp: Annotated[
+        int, typer.Option(help="Prefill context parallel size. KVPP group = TP x PCP.")
+    ] = 1,
+    layer_split: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers of each PP stage, such as 38,40. Default: vLLM's own split. To serve with "
+            "it set VLLM_PP_LAYER_PARTITION to the same list.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="KV memory of each rank, what vLLM logs as available KV cache memory. KB, MB, GB, "
+            "TB are powers of 10; KiB, MiB, GiB, TiB powers of 2; a bare number is bytes.",
+        ),
+    ] = "24GiB",
+    reserve: Annotated[
+        str,
+        typer.Option(
+            help="Part of --memory that KVPP takes for its communicator and staging. On Ascend "
+            "about 300MiB was measured.",
+        ),
+    ] = "0",
+    main_cache: Annotated[
+        str,
+        typer.Option(
+            help=f"Layout of the main cache: {AUTO} (the config's dtype), {', '.join(MAIN_LAYOUTS)}"
+            ". fp8_ds_mla is CUDA's, sfa-c8 Ascend's packed sparse layout.",
+        ),
+    ] = AUTO,
+    indexer_cache: Annotated[
+        str,
+        typer.Option(
+            help=f"Layout of the indexer cache: {AUTO} (the config's dtype), {NO_INDEXER}, "
+            f"{', '.join(INDEXER_LAYOUTS)}. CUDA uses fp8; c8-a2 and c8-a5 are LI-C8 on Ascend.",
+        ),
+    ] = AUTO,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens per block. vLLM on CPU uses 16, vllm-ascend 128.")
+    ] = 16,
+    draft_layers: Annotated[
+        int,
+        typer.Option(
+            help="MTP layers to serve with; each rank of the last stage keeps them whole. 0 plans "
+            "without speculative decoding, whatever num_nextn_predict_layers the config has.",
+        ),
+    ] = 0,
+    ownership: Annotated[
+        str, typer.Option(help="Split of the layers over the ranks: count or bytes.")
+    ] = OwnershipPolicy.COUNT.value,
+    alignment: Annotated[
+        str, typer.Option(help="Every layer's cache starts at a multiple of this size.")
+    ] = "1",
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bytes per block of every rank into this PNG file.")
+    ] = None,
+) -> None:
+    """How many tokens fit with KVPP off and on, per stage and rank. Needs no engine and no weights.
+
+    Exit code 0 with a plan, also with one that saves nothing (then with a warning); 2 with a bad
+    option, which one sentence on stderr names.
+    """
+    try:
+        shape = read_model_shape(model)
+        made = _make_plan(
+            PlanRequest(
+                shape=shape,
+                tp=_whole("--tp", tp, 1),
+                pp=_whole("--pp", pp, 1),
+                pcp=_whole("--pcp", pcp, 1),
+                layer_split=_layer_split(layer_split, shape, pp),
+                memory=_size("--memory", memory),
+                reserve=_size("--reserve", reserve),
+                main_cache=_choice("--main-cache", main_cache, (AUTO, *MAIN_LAYOUTS)),
+                indexer_cache=_choice(
+                    "--indexer-cache", indexer_cache, (AUTO, NO_INDEXER, *INDEXER_LAYOUTS)
+                ),
+                block_size=_whole("--block-size", block_size, 1),
+                draft_layers=_whole("--draft-layers", draft_layers, 0),
+                ownership=OwnershipPolicy(_choice("--ownership", ownership, [*OwnershipPolicy])),
+                alignment=_size("--alignment", alignment, least=1),
+            )
+        )
+        if plot is not None:
+            from kvpp_connectors.cli.plot import save_plot  # needs matplotlib, an extra
+
+            save_plot(made, plot)
+    except KvppError as error:
+        typer.echo(f"kvpp plan: {error}", err=True)
+        raise typer.Exit(_BAD_OPTION) from None
+    if json_output:
+        typer.echo(json.dumps(_as_json(made)))
+    else:
+        _print_tables(made)
+        if plot is not None:
+            typer.echo(f"Picture: {plot}")
+    for warning in made.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _whole(option: str, value: int, least: int) -> int:
+    if not least <= value <= _MOST:
+        raise PlanError(f"{option} {value}: expected a whole number from {least} to {_MOST}")
+    return value
+
+
+def _choice(option: str, value: str, known: Sequence[str]) -> str:
+    if value in known:
+        return value
+    close = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise PlanError(f"{option} {value!r} is unknown: {hint}expected one of {', '.join(known)}")
+
+
+def _size(option: str, text: str, least: int = 0) -> int:
+    """Bytes of a size such as ``24GiB``, ``21.8GB`` or ``1000``."""
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*", text, re.ASCII)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise PlanError(
+            f"{option} {text!r}: expected a size such as 24GiB (powers of 2: KiB, MiB, GiB, TiB), "
+            "21.8GB (powers of 10: KB, MB, GB, TB) or a number of bytes"
+        )
+    size = int(Decimal(match[1]) * unit)
+    if size < least:
+        raise PlanError(f"{option} {text!r}: expected at least {least} byte")
+    return size
+
+
+def _layer_split(text: str | None, shape: ModelShape, stages: int) -> tuple[int, ...]:
+    """Layers per PP stage: the option's, or vLLM's."""
+    _whole("--pp", stages, 1)
+    if text is None:
+        if stages > shape.layers:
+            raise PlanError(
+                f"--pp {stages}: expected at most {shape.layers}, the layers of {shape.path}, so "
+                "that no stage is empty"
+            )
+        return default_layer_split(shape.layers, stages)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,5}", part, re.ASCII) for part in parts):
+        raise PlanError(
+            f"--layer-split {text!r}: expected positive whole numbers with commas between them, "
+            "such as 38,40"
+        )
+    split = tuple(map(int, parts))
+    if len(split) != stages:
+        raise PlanError(
+            f"--layer-split {text!r} has {len(split)} parts: expected {stages}, one for each stage "
+            f"of --pp {stages}"
+        )
+    if sum(split) != shape.layers:
+        raise PlanError(
+            f"--layer-split {text!r} sums to {sum(split)}: expected {shape.layers}, the layers of "
+            f"{shape.path}"
+        )
+    return split
+
+
+def _make_plan(request: PlanRequest) -> Plan:
+    _check_group(request)
+    main = request.shape.main_layout(request.main_cache)
+    indexer = request.shape.indexer_layout(request.indexer_cache)
+    targets = request.shape.target_bundles(main, indexer, request.block_size)
+    drafts = request.shape.draft_bundles(request.draft_layers, main, indexer, request.block_size)
+    bounds = pairwise((0, *accumulate(request.layer_split)))
+    stages = tuple(
+        _stage(request, stage, targets[start:end], drafts if stage == request.pp - 1 else ())
+        for stage, (start, end) in enumerate(bounds)
+    )
+    total = deployment([stage.capacity for stage in stages], request.block_size)
+    made = Plan(request, main, indexer, stages, total)
+    _check_memory(made)
+    return made
+
+
+def _stage(
+    request: PlanRequest, stage: int, bundles: Sequence[LayerBundle], drafts: Sequence[LayerBundle]
+) -> StagePlan:
+    return StagePlan(
+        capacity=stage_capacity(
+            stage,
+            bundles,
+            drafts,
+            ranks=request.tp * request.pcp,
+            memory=request.memory,
+            reserve=request.reserve,
+            policy=request.ownership,
+            alignment=request.alignment,
+        ),
+        scratch_bytes=SCRATCH_SLOTS * largest_bytes_per_block(bundles),
+        draft_bytes=sum(draft.bytes_per_block for draft in drafts),
+    )
+
+
+def _check_group(request: PlanRequest) -> None:
+    ranks = request.tp * request.pcp
+    if not 2 <= ranks <= _MOST:
+        raise PlanError(
+            f"--tp {request.tp} --pcp {request.pcp} make a KVPP group of {ranks} rank(s): expected "
+            f"2 to {_MOST}, since KVPP spreads the layers over the ranks of that group"
+        )
+    if request.reserve >= request.memory:
+        raise PlanError(
+            f"--reserve {request.reserve:,} bytes: expected less than --memory, which is "
+            f"{request.memory:,} bytes"
+        )
+
+
+def _check_memory(made: Plan) -> None:
+    """One block must fit, with KVPP off and on, or the ratio compares nothing."""
+    if made.capacity.blocks_off and made.capacity.blocks_on:
+        return
+    request = made.request
+    off = max(stage.capacity.bytes_per_block_off for stage in made.stages)
+    on = max(max(stage.capacity.bytes_per_block_on) for stage in made.stages)
+    raise PlanError(
+        f"--memory {request.memory:,} bytes is too small for one block of {request.block_size} "
+        f"tokens: expected at least {off:,} bytes with KVPP off and {on + request.reserve:,} with "
+        f"KVPP on (--reserve {request.reserve:,} included), plus padding if --alignment is set"
+    )
+
+
+def _dtype_warnings(shape: ModelShape) -> list[str]:
+    if shape.dtype is None:
+        return [f"{shape.path} names no dtype; {AUTO} took bf16, as vLLM does."]
+    if shape.dtype.removeprefix("torch.") in ("float32", "float"):
+        options = "--main-cache bf16" + (" --indexer-cache bf16" if shape.sparse else "")
+        return [
+            f"{shape.path} says {shape.dtype}, so {AUTO} took fp32; vLLM's --dtype auto serves "
+            f"such a model in bf16: pass {options} unless you serve with --dtype float32."
+        ]
+    return []
+
+
+def _as_json(made: Plan) -> dict[str, Any]:
+    request, capacity = made.request, made.capacity
+    return {
+        "model": str(request.shape.path),
+        "tp": request.tp,
+        "pcp": request.pcp,
+        "pp": request.pp,
+        "block_size": request.block_size,
+        "memory_bytes": request.memory,
+        "reserve_bytes": request.reserve,
+        "alignment_bytes": request.alignment,
+        "ownership": request.ownership.value,
+        "main_cache": made.main_cache,
+        "indexer_cache": made.indexer_cache,
+        "draft_layers": request.draft_layers,
+        "ratio": round(capacity.ratio, 4),
+        "tokens_off": capacity.tokens_off,
+        "tokens_on": capacity.tokens_on,
+        "blocks_off": capacity.blocks_off,
+        "blocks_on": capacity.blocks_on,
+        "binding_stage_off": capacity.binding_stage_off,
+        "binding_stage_on": capacity.binding_stage_on,
+        "stages": [_stage_as_json(stage.capacity) for stage in made.stages],
+        "explanation": capacity.explain(),
+    }
+
+
+def _stage_as_json(stage: StageCapacity) -> dict[str, Any]:
+    return {
+        "stage": stage.stage,
+        "layers": stage.layers,
+        "owned_layers": stage.owned_layers,
+        "bytes_per_block_off": stage.bytes_per_block_off,
+        "bytes_per_block_on": stage.bytes_per_block_on,
+        "blocks_off": stage.blocks_off,
+        "blocks_on": stage.blocks_on,
+        "ratio": round(stage.ratio, 4),
+        "binding_rank": stage.binding_rank,
+    }
+
+
+def _print_tables(made: Plan) -> None:
+    width = max(Console().width, _MIN_WIDTH)
+    console = Console(width=width, highlight=False, markup=False)
+    for line in _heading(made):
+        console.print(line, soft_wrap=True)
+    for stage in made.stages:
+        console.print()
+        console.print(_stage_table(stage))
+    console.print()
+    console.print(_total_table(made.capacity))
+    console.print()
+    for line in (*made.capacity.explain().splitlines(), *_notes(made.request)):
+        console.print(line, soft_wrap=True)
+
+
+def _heading(made: Plan) -> Iterable[str]:
+    request, shape = made.request, made.request.shape
+    indexers = f", {len(shape.indexer_layers)} with an indexer" if shape.sparse else ""
+    yield f"KVPP plan for {shape.path} ({shape.name}, {shape.layers} layers{indexers})"
+    yield (
+        f"TP {request.tp} x PCP {request.pcp}, PP {request.pp}; blocks of {request.block_size} "
+        f"tokens; main cache {made.main_cache}, indexer cache {made.indexer_cache}; ownership by "
+        f"{request.ownership}"
+    )
+    yield (
+        f"{request.memory:,} bytes of KV memory per rank, of which KVPP reserves "
+        f"{request.reserve:,}"
+    )
+
+
+def _stage_table(stage: StagePlan) -> Table:
+    figures = stage.capacity
+    table = Table(
+        title=f"Stage {figures.stage}: {span(figures.layers)}, "
+        f"{figures.blocks_off:,} blocks off, {figures.blocks_on:,} on, ratio {figures.ratio:.4f}",
+        title_justify="left",
+    )
+    for heading in ("rank", "owns"):
+        table.add_column(heading)
+    for heading in ("owned", "scratch", "drafts", "bytes/block", "of off"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    off = figures.bytes_per_block_off
+    table.add_row(
+        "any", "all (KVPP off)", *_sizes(off - stage.draft_bytes, 0, stage.draft_bytes, off)
+    )
+    table.add_section()
+    for rank, owned in enumerate(stage.owned_bytes):
+        binds = rank == figures.binding_rank
+        table.add_row(
+            str(rank),
+            span(figures.owned_layers[rank]),
+            *_sizes(owned, stage.scratch_bytes, stage.draft_bytes, off),
+            "binds" if binds else "",
+            style="bold" if binds else None,
+        )
+    return table
+
+
+def _sizes(owned: int, scratch: int, drafts: int, off: int) -> tuple[str, ...]:
+    total = owned + scratch + drafts
+    return (*(f"{size:,}" for size in (owned, scratch, drafts, total)), f"{total / off:.1%}")
+
+
+def _total_table(capacity: DeploymentCapacity) -> Table:
+    table = Table(title="Deployment", title_justify="left")
+    table.add_column("")
+    for heading in ("KVPP off", "KVPP on", "on / off"):
+        table.add_column(heading, justify="right")
+    good = capacity.ratio > 1
+    ratio = Text(f"{capacity.ratio:.4f}", style="bold green" if good else "bold red")
+    table.add_row("tokens", f"{capacity.tokens_off:,}", f"{capacity.tokens_on:,}", ratio)
+    table.add_row("blocks", f"{capacity.blocks_off:,}", f"{capacity.blocks_on:,}", "")
+    stages = (str(capacity.binding_stage_off), str(capacity.binding_stage_on))
+    table.add_row("binding stage", *stages, "")
+    return table
+
+
+def _notes(request: PlanRequest) -> Iterable[str]:
+    shape = request.shape
+    if shape.mtp_layers and not request.draft_layers:
+        yield (
+            f"The checkpoint has {shape.mtp_layers} MTP layer(s), not planned for: to serve with "
+            f"MTP pass --draft-layers {shape.mtp_layers}."
+        )
+    if request.layer_split != default_layer_split(shape.layers, request.pp):
+        split = ",".join(map(str, request.layer_split))
+        yield f"vLLM splits the layers like this only with VLLM_PP_LAYER_PARTITION={split}."
+
+
+def span(layers: Sequence[int]) -> str:
+    """The contiguous layers in words: ``layers 0-9``, ``layer 4`` or ``no layers``."""
+    if len(layers) > 1:
+        return f"layers {layers[0]}-{layers[-1]}"
+    return f"layer {layers[0]}" if layers else "no layers"

@@ -1,0 +1,44 @@
+"""The worker classes for vLLM on CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from kvpp_connectors.engine import rotary
+from kvpp_connectors.engine.worker import KvppWorkerMixin
+from kvpp_connectors.log import get_logger
+
+__all__ = ["CpuProfileWorker", "KvppCpuWorker"]
+
+logger = get_logger(__name__)
+
+
+class CpuProfileWorker(CPUWorker):
+    """vLLM's CPU worker with the CPU profile: docs/cpu.md."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Load the model and refuse to go on if it would rotate wrongly."""
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        rotary.check_model(self.model_runner.get_model())
+        logger.info("CPU profile: the model's rotary embedding is right on strided inputs")
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the caches, and what a later pipeline stage receives its input in.
+
+        vLLM allocates that in a dummy run, which the CPU worker leaves out in eager mode.
+        """
+        super().initialize_from_config(kv_cache_config)
+        from vllm.distributed.parallel_state import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            logger.info("CPU profile: allocating the stage's intermediate tensors")
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
+
+
+class KvppCpuWorker(KvppWorkerMixin, CpuProfileWorker):
+    """KVPP on CPU, over gloo."""

@@ -1,0 +1,152 @@
+"""From vLLM's cache specifications to a placement, and from a layout to KVCacheTensors.
+
+Section 2.2 of the specification: the planner keeps the complete logical view. A worker tells it
+the memory that the KVPP capacity would take without KVPP, and lays out the final block count in
+its own way: one KVCacheTensor per layer, each with its own offset into one backing buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvpp_connectors.config import KvppOptions
+from kvpp_core.bundles import Component, LayerBundle, group_bundles
+from kvpp_core.errors import PlanError
+from kvpp_core.group import KvppGroup
+from kvpp_core.layout import Placement, RankLayout
+from kvpp_core.ownership import assign_owners
+
+__all__ = ["backing_buffer", "block_size_of", "place", "plan", "read_bundles"]
+
+
+def read_bundles(
+    specs: Mapping[str, Any], draft_names: frozenset[str]
+) -> tuple[tuple[LayerBundle, ...], tuple[LayerBundle, ...]]:
+    """Group vLLM's cache specs by transformer layer: (target bundles, draft bundles).
+
+    Raises:
+        PlanError: a cache is not full MLA attention, or block sizes differ.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    for name, spec in specs.items():
+        if not isinstance(spec, MLAAttentionSpec):
+            raise PlanError(
+                f"the cache of {name} is a {type(spec).__name__}; KVPP handles MLAAttentionSpec "
+                "only. Serve a non-hybrid MLA or SFA model or switch KVPP off."
+            )
+    block_size_of(specs)
+    targets, drafts = (
+        group_bundles(
+            (extract_layer_index(name), Component(name, spec.page_size_bytes))
+            for name, spec in specs.items()
+            if (name in draft_names) is wanted
+        )
+        for wanted in (False, True)
+    )
+    return targets, drafts
+
+
+def block_size_of(specs: Mapping[str, Any]) -> int:
+    """The block size in tokens that all caches share.
+
+    Raises:
+        PlanError: there is no cache, or there are several block sizes.
+    """
+    sizes = {spec.block_size for spec in specs.values()}
+    if len(sizes) != 1:
+        raise PlanError(
+            f"the caches have block sizes {sorted(sizes)}; KVPP needs one block size for all"
+        )
+    return int(sizes.pop())
+
+
+def plan(
+    specs: Mapping[str, Any],
+    draft_names: frozenset[str],
+    group: KvppGroup,
+    options: KvppOptions,
+) -> Placement:
+    """The placement of one worker: who owns what in its group.
+
+    Raises:
+        PlanError: see `read_bundles`; or a packed broadcast could not hold one block.
+    """
+    targets, drafts = read_bundles(specs, draft_names)
+    placement = Placement(
+        bundles=targets,
+        owners=assign_owners(targets, group.size, options.ownership),
+        ranks=group.size,
+        rank=group.rank,
+        drafts=drafts,
+        alignment=options.alignment_bytes,
+    )
+    if 0 < options.staging_bytes < placement.slot_bytes_per_block:
+        raise PlanError(
+            f"additional_config.kvpp.staging_bytes = {options.staging_bytes:,} cannot hold one "
+            f"block of the largest layer, {placement.slot_bytes_per_block:,} bytes; give it that "
+            "much or 0 to switch packing off"
+        )
+    return placement
+
+
+def place(config: Any, layout: RankLayout) -> Any:
+    """The KVCacheConfig with every layer at its place in the KVPP layout.
+
+    Raises:
+        PlanError: the engine planned other layers, or a layout that is not one region per layer.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    planned = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
+    if planned != set(layout.components):
+        odd = sorted(planned ^ set(layout.components))
+        raise PlanError(
+            f"the engine planned {len(planned)} caches, this worker budgeted "
+            f"{len(layout.components)}; they differ in {', '.join(odd[:4])}"
+        )
+    bytes_per_block = {
+        component.name: component.bytes_per_block
+        for bundle in (*layout.placement.bundles, *layout.placement.drafts)
+        for component in bundle.components
+    }
+    for tensor in config.kv_cache_tensors:
+        if any(tensor.block_stride != bytes_per_block[name] for name in tensor.layers):
+            raise PlanError(
+                f"KV cache layout {config.kv_cache_layout} puts other layers between the blocks of "
+                f"{tensor.layers[0]}; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            )
+    tensors = [
+        KVCacheTensor(
+            size=layout.size,
+            layers=[name],
+            layer_stride=span.size,
+            block_stride=bytes_per_block[name],
+            offset=span.offset,
+        )
+        for name, span in layout.components.items()
+    ]
+    return replace(config, kv_cache_tensors=tensors)
+
+
+def backing_buffer(caches: Mapping[str, torch.Tensor], layout: RankLayout) -> torch.Tensor:
+    """The worker's KV memory as one-dimensional bytes, found under the layers' views.
+
+    Raises:
+        PlanError: a view does not lie where the layout says, or the memory has another size.
+    """
+    storages = {name: cache.untyped_storage() for name, cache in caches.items()}
+    first = next(iter(storages.values()))
+    if first.nbytes() != layout.size:
+        raise PlanError(f"allocated {first.nbytes():,} bytes of KV memory, not {layout.size:,}")
+    for name, span in layout.components.items():
+        offset = caches[name].data_ptr() - first.data_ptr()
+        if storages[name].data_ptr() != first.data_ptr() or offset != span.offset:
+            raise PlanError(f"the cache of {name} lies at byte {offset:,}, not {span.offset:,}")
+    buffer = torch.empty(0, dtype=torch.int8, device=caches[name].device)
+    return buffer.set_(first, 0, (layout.size,), (1,))  # type: ignore[no-any-return]

@@ -1,0 +1,219 @@
+"""KVPP in a vLLM worker: a mixin over the platform's worker class.
+
+Four seams: the memory that the worker reports, the placement of its caches, the first touch of
+each layer, and the begin and end of a step. Everything else stays vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvpp_connectors.config import read_settings
+from kvpp_connectors.engine import groups, hooks
+from kvpp_connectors.engine.placement import backing_buffer, block_size_of, place, plan
+from kvpp_connectors.engine.steps import read_step
+from kvpp_connectors.log import get_logger
+from kvpp_core.capacity import blocks_that_fit
+from kvpp_core.device import make_device
+from kvpp_core.errors import PlanError
+from kvpp_core.group import KvppGroup
+from kvpp_core.history import BlockHistory
+from kvpp_core.layout import Placement, RankLayout, build_layout
+from kvpp_core.manifest import Manifest, agree
+from kvpp_core.pipeline import Pipeline, PipelineSettings
+from kvpp_core.policy import cost_model
+
+__all__ = ["KvppWorkerMixin"]
+
+logger = get_logger(__name__)
+
+
+class KvppWorkerMixin:
+    """Mix in before a subclass of vLLM's Worker."""
+
+    vllm_config: Any
+    parallel_config: Any
+    cache_config: Any
+    compilation_config: Any
+    model_runner: Any
+    device: torch.device
+
+    _kvpp_group: KvppGroup | None = None
+    _kvpp_staging: torch.Tensor
+    _kvpp_placement: Placement
+    _kvpp_pipeline: Pipeline | None = None
+    _kvpp_history: BlockHistory
+    _kvpp_pending: tuple[int, ...] | None = None  # active blocks of a step whose forward is to come
+
+    def init_device(self) -> None:
+        """Check the seams and make the group before anything costly is done."""
+        hooks.check_hooks()
+        super().init_device()  # type: ignore[misc]
+        self._kvpp_options = read_settings(self.vllm_config.additional_config)[0].options
+        self._kvpp_group = groups.create(
+            self.parallel_config.tensor_parallel_size,
+            self.parallel_config.prefill_context_parallel_size,
+            self.device,
+            self._kvpp_options.transfer_timeout_s,
+        )
+        # Taken now, so that vLLM's memory measurement sees it.
+        self._kvpp_staging = torch.zeros(
+            self._kvpp_options.staging_bytes, dtype=torch.int8, device=self.device
+        )
+
+    def determine_available_memory(self) -> int:
+        """What the KVPP capacity would take without KVPP (section 2.2), in bytes.
+
+        Raises:
+            PlanError: the caches cannot be placed.
+        """
+        available = super().determine_available_memory()  # type: ignore[misc]
+        specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+        assert self._kvpp_group is not None
+        if getattr(self.model_runner, "shared_kv_cache_layers", None):
+            shared = next(iter(self.model_runner.shared_kv_cache_layers))
+            raise PlanError(f"{shared} shares the cache of another layer; KVPP needs its own")
+        drafts = hooks.draft_cache_names(self.model_runner, self._kvpp_layers())
+        self._kvpp_placement = plan(specs, drafts, self._kvpp_group, self._kvpp_options)
+        self._kvpp_block_size = block_size_of(specs)
+        reserve = self._kvpp_options.reserve_bytes
+        self._kvpp_blocks = blocks_that_fit(self._kvpp_placement, available - reserve)
+        logical = self._kvpp_placement.logical_bytes_per_block
+        logger.info(
+            "%s", _describe(self._kvpp_placement, self._kvpp_group, available, self._kvpp_blocks)
+        )
+        return self._kvpp_blocks * logical
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Lay out the final block count, agree with the group, and hook the layers.
+
+        Raises:
+            PlanError: the engine asks for more blocks than fit.
+            ManifestMismatch: the ranks of the group do not agree.
+        """
+        if kv_cache_config.num_blocks > self._kvpp_blocks:
+            raise PlanError(
+                f"the engine asks for {kv_cache_config.num_blocks:,} blocks and "
+                f"{self._kvpp_blocks:,} fit; lower --num-gpu-blocks-override"
+            )
+        layout = build_layout(self._kvpp_placement, kv_cache_config.num_blocks)
+        self._kvpp_agree(layout)
+        super().initialize_from_config(place(kv_cache_config, layout))  # type: ignore[misc]
+        self._kvpp_start(layout)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step; the pipeline begins in the forward's pre-hook and ends here."""
+        pipeline = self._kvpp_pipeline
+        assert pipeline is not None
+        self._kvpp_pending = self._kvpp_history.observe(read_step(scheduler_output))
+        try:
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        except BaseException:
+            pipeline.abort()
+            raise
+        finally:
+            self._kvpp_pending = None
+        if pipeline.in_step:
+            pipeline.end()
+        return output
+
+    def shutdown(self) -> None:
+        """Leave nothing in flight, then let vLLM shut down."""
+        pipeline, self._kvpp_pipeline = self._kvpp_pipeline, None
+        group, self._kvpp_group = self._kvpp_group, None
+        if pipeline is not None:
+            logger.info("KVPP totals: %s", pipeline.stats.snapshot())
+            pipeline.close()
+        if group is not None:
+            group.close()
+        super().shutdown()  # type: ignore[misc]
+
+    def kvpp_stats(self) -> dict[str, Any]:
+        """Counters of this rank's pipeline, for ``collective_rpc("kvpp_stats")``."""
+        assert self._kvpp_pipeline is not None
+        return self._kvpp_pipeline.stats.snapshot()
+
+    def kvpp_layout(self) -> dict[str, Any]:
+        """Blocks, bytes and owned layers of this rank, for ``collective_rpc("kvpp_layout")``."""
+        assert self._kvpp_pipeline is not None
+        layout = self._kvpp_pipeline.layout
+        placement = layout.placement
+        return {
+            "rank": placement.rank,
+            "num_blocks": layout.num_blocks,
+            "allocated_bytes": layout.size,
+            "physical_bytes_per_block": placement.physical_bytes_per_block,
+            "logical_bytes_per_block": placement.logical_bytes_per_block,
+            "owned_layers": [placement.bundles[i].layer for i in placement.owned],
+            "draft_layers": [draft.layer for draft in placement.drafts],
+            "manifest": self._kvpp_manifest.digest(),
+        }
+
+    def _kvpp_layers(self) -> dict[str, Any]:
+        layers: dict[str, Any] = self.compilation_config.static_forward_context
+        return layers
+
+    def _kvpp_agree(self, layout: RankLayout) -> None:
+        assert self._kvpp_group is not None
+        placement, options = layout.placement, self._kvpp_options
+        self._kvpp_manifest = Manifest(
+            ranks=placement.ranks,
+            block_size=self._kvpp_block_size,
+            kv_cache_dtype=str(self.cache_config.cache_dtype),
+            bundles=placement.bundles,
+            owners=placement.owners,
+        )
+        run = {"num_blocks": layout.num_blocks, **options.model_dump(mode="json")}
+        agree(self._kvpp_manifest, run, self._kvpp_group.ranks, self._kvpp_group.all_gather_bytes)
+
+    def _kvpp_start(self, layout: RankLayout) -> None:
+        assert self._kvpp_group is not None
+        options, layers = self._kvpp_options, self._kvpp_layers()
+        caches = {name: layers[name].kv_cache for name in layout.components}
+        pipeline = Pipeline(
+            layout=layout,
+            buffer=backing_buffer(caches, layout),
+            staging=self._kvpp_staging,
+            group=self._kvpp_group,
+            device=make_device(self.device.type, options.transfer_timeout_s),
+            settings=PipelineSettings(
+                policy=options.broadcast,
+                cost=cost_model(self._kvpp_group.backend, self._kvpp_group.size),
+                transfer_timeout=options.transfer_timeout_s,
+                load_timeout=options.load_timeout_s,
+                poison_scratch=options.poison_scratch,
+            ),
+        )
+        self._kvpp_history = BlockHistory(self._kvpp_block_size)
+        targets = [c.name for bundle in layout.placement.bundles for c in bundle.components]
+        hooks.hook_layers(layers, targets, pipeline.acquire)
+        self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
+        self._kvpp_pipeline = pipeline
+        logger.info(
+            "KVPP: %s blocks (%s tokens) in %s bytes; broadcast %s; manifest %.12s",
+            f"{layout.num_blocks:,}",
+            f"{layout.num_blocks * self._kvpp_block_size:,}",
+            f"{layout.size:,}",
+            options.broadcast.value,
+            self._kvpp_manifest.digest(),
+        )
+
+    def _kvpp_before_forward(self, model: torch.nn.Module, args: Any) -> None:
+        """Begin the step that execute_model announced; dummy and profiling runs announce none."""
+        pending, self._kvpp_pending = self._kvpp_pending, None
+        if pending is not None and self._kvpp_pipeline is not None:
+            self._kvpp_pipeline.begin(pending)
+
+
+def _describe(placement: Placement, group: KvppGroup, available: int, blocks: int) -> str:
+    owned = [placement.bundles[i].layer for i in placement.owned]
+    share = f"layers {owned[0]}..{owned[-1]}" if owned else "no layer"
+    drafts = f", {len(placement.drafts)} draft layers whole" if placement.drafts else ""
+    without = available // placement.logical_bytes_per_block
+    return (
+        f"KVPP: rank {group.ranks[group.rank]} of group {list(group.ranks)} owns {share} "
+        f"of {len(placement.bundles)}{drafts}; {blocks:,} blocks fit into {available:,} bytes at "
+        f"{placement.physical_bytes_per_block:,} bytes per block, {without:,} without KVPP"
+    )

@@ -1,0 +1,114 @@
+"""The facts of a launch that the rules look at, read from vLLM's configuration once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Connector", "Launch", "launch_from_vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """One KV connector of the launch. ``path`` names where it stands: the option or the child."""
+
+    path: str
+    name: str
+    role: str | None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def children(self) -> tuple[Connector, ...]:
+        """The children of a MultiConnector, in order; empty for every other connector."""
+        listed = self.extra.get("connectors", ()) if self.name == "MultiConnector" else ()
+        if not isinstance(listed, Sequence) or isinstance(listed, str):
+            return ()
+        return tuple(
+            Connector(
+                path=f"{self.path}.kv_connector_extra_config.connectors[{index}]",
+                name=str(child.get("kv_connector")),
+                role=child.get("kv_role"),
+                extra=child.get("kv_connector_extra_config") or {},
+            )
+            for index, child in enumerate(listed)
+            if isinstance(child, Mapping)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch line after vLLM has resolved it. Defaults are those of a plain TP2 MLA launch."""
+
+    model: str = "model"
+    tp: int = 2
+    pp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    num_layers: int = 27
+    use_mla: bool = True
+    is_hybrid: bool = False
+    enforce_eager: bool = True
+    cudagraph_mode: str = "NONE"
+    speculative_method: str | None = None
+    dynamic_speculation: bool = False
+    kv_cache_events: bool = False
+    worker_cls: str = "auto"
+    dual_batch_overlap: bool = False
+    hisparse: bool = False
+    kv_sharing_fast_prefill: bool = False
+    connector: Connector | None = None
+
+    @property
+    def connectors(self) -> tuple[Connector, ...]:
+        """The connectors that hold or move KV: the children of a MultiConnector, or the one."""
+        if self.connector is None:
+            return ()
+        return self.connector.children or (self.connector,)
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Target layers of the smallest pipeline stage under an even split."""
+        return self.num_layers // self.pp
+
+
+def launch_from_vllm(config: Any) -> Launch:
+    """Read the facts from a VllmConfig (0.32), before or after its platform hook."""
+    model, parallel = config.model_config, config.parallel_config
+    speculative = config.speculative_config
+    transfer = config.kv_transfer_config
+    events = config.kv_events_config
+    return Launch(
+        model=model.model,
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        num_layers=model.get_total_num_hidden_layers(),
+        use_mla=model.use_mla,
+        is_hybrid=model.is_hybrid,
+        enforce_eager=model.enforce_eager,
+        cudagraph_mode=_mode_name(config.compilation_config.cudagraph_mode),
+        speculative_method=speculative.method if speculative else None,
+        dynamic_speculation=bool(speculative and speculative.num_speculative_tokens_per_batch_size),
+        kv_cache_events=bool(events and events.enable_kv_cache_events),
+        worker_cls=parallel.worker_cls,
+        dual_batch_overlap=parallel.enable_dbo,
+        hisparse=config.attention_config.hisparse_config is not None,
+        kv_sharing_fast_prefill=config.cache_config.kv_sharing_fast_prefill,
+        connector=_connector(transfer) if transfer and transfer.kv_connector else None,
+    )
+
+
+def _connector(transfer: Any) -> Connector:
+    return Connector(
+        path="kv_transfer_config",
+        name=transfer.kv_connector,
+        role=transfer.kv_role,
+        extra=transfer.kv_connector_extra_config,
+    )
+
+
+def _mode_name(mode: Any) -> str:
+    """A CUDAGraphMode by name; None, before vLLM has chosen, counts as NONE."""
+    return "NONE" if mode is None else str(getattr(mode, "name", mode))

@@ -1,0 +1,1 @@
+"""The tests of kvpp_core, the connectors and the engine integration."""

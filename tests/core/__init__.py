@@ -1,0 +1,1 @@
+"""kvpp_core proved: properties, real gloo groups, and a simulated device."""

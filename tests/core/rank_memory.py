@@ -1,0 +1,186 @@
+"""One rank's KV memory in which every byte is known, and a model of what it must hold.
+
+The memory is a view into a larger allocation with sentinel bytes on both sides. A row (one block
+of one component) is a pattern that depends on the component, the block, the rank that wrote it and
+the generation of the write, and on the place in the row, so that a byte that comes from anywhere
+else is seen. The model, ``image``, is changed by hand as the specification says it must change;
+`difference` compares the whole allocation with it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from kvpp_core.bundles import Component, LayerBundle
+from kvpp_core.layout import SCRATCH_SLOTS, Placement, Span, build_layout
+from kvpp_core.ownership import assign_owners
+
+__all__ = [
+    "POISON",
+    "RankMemory",
+    "draft_bundles",
+    "make_placement",
+    "pattern",
+    "uneven_bundles",
+]
+
+GUARD = 333  # sentinel bytes before and after the buffer; odd, so that the view is unaligned
+SENTINEL = 0xA5
+POISON = 0xFF  # never part of a pattern
+
+
+def uneven_bundles(layers: int) -> tuple[LayerBundle, ...]:
+    """Target bundles as SFA-C8 with LI-C8 has them (blocks of 4 tokens).
+
+    Every third layer has main, indexer and scale, the others have main only.
+    """
+    bundles = []
+    for layer in range(layers):
+        components = [Component(f"layers.{layer}.attn", 656 * 4)]
+        if layer % 3 == 0:
+            components += [
+                Component(f"layers.{layer}.indexer.k_cache", 132 * 4),
+                Component(f"layers.{layer}.indexer.scale", 4 * 4),
+            ]
+        bundles.append(LayerBundle(layer, tuple(components)))
+    return tuple(bundles)
+
+
+def draft_bundles(count: int) -> tuple[LayerBundle, ...]:
+    """Draft bundles, which every rank keeps whole."""
+    return tuple(
+        LayerBundle(1000 + i, (Component(f"mtp.{i}.attn", 656 * 4), Component(f"mtp.{i}.idx", 528)))
+        for i in range(count)
+    )
+
+
+def make_placement(layers: int, ranks: int, rank: int, drafts: int = 1) -> Placement:
+    """``layers`` uneven bundles over ``ranks`` ranks, seen from ``rank``."""
+    bundles = uneven_bundles(layers)
+    return Placement(bundles, assign_owners(bundles, ranks), ranks, rank, draft_bundles(drafts))
+
+
+def pattern(component: str, block: int, writer: int, generation: int, size: int) -> torch.Tensor:
+    """The bytes of one row. Values are 0..250: never POISON."""
+    seed = zlib.crc32(f"{component}/{block}/{writer}/{generation}".encode())
+    start, stride = seed % 251, 1 + (seed >> 8) % 250
+    return ((torch.arange(size) * stride + start) % 251).to(torch.uint8)
+
+
+class RankMemory:
+    """Allocation, buffer (the view that KVPP gets) and image of one rank."""
+
+    def __init__(self, placement: Placement, num_blocks: int) -> None:
+        self.placement = placement
+        self.num_blocks = num_blocks
+        self.layout = build_layout(placement, num_blocks)
+        self._whole = torch.full((GUARD + self.layout.size + GUARD,), SENTINEL, dtype=torch.uint8)
+        self.buffer = self._whole[GUARD : GUARD + self.layout.size]
+        self.buffer.fill_(POISON)
+        self._image = self._whole.clone()
+
+    def rows(self, component: Component) -> torch.Tensor:
+        """A component of the buffer as (blocks, bytes per block)."""
+        span = self.layout.components[component.name]
+        return self.buffer[span.offset : span.end].view(-1, component.bytes_per_block)
+
+    def store(self, ordinal: int, generation: int, blocks: Iterable[int] | None = None) -> None:
+        """Write an own target bundle, as its layer's computation would, and the image."""
+        assert self.placement.owners[ordinal] == self.placement.rank
+        blocks = list(range(self.num_blocks) if blocks is None else blocks)
+        self._write(self.placement.bundles[ordinal], blocks, self.placement.rank, generation)
+        self.expect(ordinal, blocks, generation)
+
+    def store_owned(self, generation: int) -> None:
+        """Write every own target bundle."""
+        for ordinal in self.placement.owned:
+            self.store(ordinal, generation)
+
+    def store_drafts(self, generation: int) -> None:
+        """Write this rank's drafts, which differ from the other ranks' drafts."""
+        for draft in self.placement.drafts:
+            self._write(draft, range(self.num_blocks), self.placement.rank, generation)
+            self._imagine(draft, range(self.num_blocks), self.placement.rank, generation)
+
+    def poison_slot(self, slot: int) -> None:
+        """Fill a scratch slot with POISON."""
+        span = self.layout.slots[slot]
+        self.buffer[span.offset : span.end].fill_(POISON)
+        self._image_of(span).fill_(POISON)
+
+    def expect(self, ordinal: int, blocks: Iterable[int], generation: int) -> None:
+        """The image gets its owner's bytes in ``blocks`` of a target bundle, and nothing else."""
+        bundle, owner = self.placement.bundles[ordinal], self.placement.owners[ordinal]
+        self._imagine(bundle, blocks, owner, generation)
+
+    def read(self, ordinal: int, blocks: Sequence[int]) -> list[torch.Tensor]:
+        """A copy of ``blocks`` of a target bundle, per component, as attention would read it."""
+        index = torch.tensor(blocks)
+        bundle = self.placement.bundles[ordinal]
+        return [self.rows(component)[index] for component in bundle.components]
+
+    def wrong(
+        self, ordinal: int, blocks: Sequence[int], generation: int, read: Sequence[torch.Tensor]
+    ) -> list[str]:
+        """What differs between ``read`` and the bytes that the layer's owner wrote."""
+        bundle, owner = self.placement.bundles[ordinal], self.placement.owners[ordinal]
+        return [
+            f"rank {self.placement.rank}: block {block} of {component.name} is {row[:8].tolist()}, "
+            f"not what rank {owner} wrote in generation {generation}"
+            for component, rows in zip(bundle.components, read, strict=True)
+            for block, row in zip(blocks, rows, strict=True)
+            if not torch.equal(
+                row, pattern(component.name, block, owner, generation, component.bytes_per_block)
+            )
+        ]
+
+    def difference(self, except_slot: int | None = None) -> list[str]:
+        """Where the allocation differs from the image, leaving out a slot that is being filled."""
+        different = self._whole != self._image
+        if except_slot is not None:
+            span = self.layout.slots[except_slot]
+            different[GUARD + span.offset : GUARD + span.end] = False
+        if not bool(different.any()):
+            return []
+        first = int(different.nonzero()[0])
+        return [
+            f"rank {self.placement.rank}: {int(different.sum())} wrong bytes; the first at "
+            f"{first - GUARD} ({self._place(first - GUARD)}): {int(self._whole[first])}, "
+            f"expected {int(self._image[first])}"
+        ]
+
+    def _write(
+        self, bundle: LayerBundle, blocks: Iterable[int], writer: int, generation: int
+    ) -> None:
+        for component in bundle.components:
+            rows, size = self.rows(component), component.bytes_per_block
+            for block in blocks:
+                rows[block] = pattern(component.name, block, writer, generation, size)
+
+    def _imagine(
+        self, bundle: LayerBundle, blocks: Iterable[int], writer: int, generation: int
+    ) -> None:
+        for component in bundle.components:
+            size = component.bytes_per_block
+            rows = self._image_of(self.layout.components[component.name]).view(-1, size)
+            for block in blocks:
+                rows[block] = pattern(component.name, block, writer, generation, size)
+
+    def _image_of(self, span: Span) -> torch.Tensor:
+        return self._image[GUARD + span.offset : GUARD + span.end]
+
+    def _place(self, offset: int) -> str:
+        """What lies at a byte of the buffer, for a message."""
+        if not 0 <= offset < self.layout.size:
+            return "outside the buffer"
+        for slot in range(SCRATCH_SLOTS):
+            if self.layout.slots[slot].offset <= offset < self.layout.slots[slot].end:
+                return f"scratch slot {slot}"
+        return next(
+            name
+            for name, span in self.layout.components.items()
+            if span.offset <= offset < span.end
+        )

@@ -1,0 +1,235 @@
+"""One rank's pipeline with everything around it, as the scenarios of the tests drive it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from kvpp_core.device.base import Device, Fence, Work
+from kvpp_core.device.cpu import CpuDevice
+from kvpp_core.group import KvppGroup, make_group
+from kvpp_core.layout import Placement
+from kvpp_core.pipeline import Pipeline, PipelineSettings
+from kvpp_core.policy import BroadcastPolicy, cost_model
+from tests.core.gloo_world import Rank
+from tests.core.rank_memory import RankMemory, make_placement
+from tests.core.simulated_device import SimulatedDevice
+
+__all__ = [
+    "ACTIVE",
+    "DEVICES",
+    "NUM_BLOCKS",
+    "PATIENCE",
+    "DeviceKind",
+    "RecordingGroup",
+    "Rig",
+    "abandon",
+    "make_rig",
+    "rig",
+]
+
+PATIENCE = 30.0  # seconds, the bound of every wait that is expected to end
+NUM_BLOCKS = 6
+ACTIVE = (0, 1, 4)  # a run of two and a single block
+
+DeviceKind = Literal["cpu", "simulated"]
+DEVICES: tuple[DeviceKind, ...] = ("cpu", "simulated")
+
+_ABANDONED: list[Rig] = []
+
+
+class RecordingGroup(KvppGroup):
+    """A KvppGroup that keeps every broadcast it has started on the data group."""
+
+    sent: list[tuple[int, Work]]  # bytes, and the collective
+
+    def __init__(self, group: KvppGroup) -> None:
+        super().__init__(group.ranks, group.rank, group.data, group.control)
+        object.__setattr__(self, "sent", [])
+
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> Work:
+        """Start the broadcast and note it down."""
+        work = super().broadcast(tensor, owner)
+        self.sent.append((tensor.numel() * tensor.element_size(), work))
+        return work
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all broadcasts so far."""
+        return sum(size for size, _ in self.sent)
+
+    @property
+    def in_flight(self) -> int:
+        """Broadcasts that have been started and not ended."""
+        return sum(not work.is_completed() for _, work in self.sent)
+
+
+class Rig:
+    """A pipeline, its memory, and a checker of what layers read."""
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        group: RecordingGroup,
+        device: Device,
+        settings: PipelineSettings,
+        staging_blocks: float,
+    ) -> None:
+        self.memory = memory
+        self.group = group
+        self.device = device
+        self.settings = settings
+        self.staging_bytes = int(staging_blocks * memory.placement.slot_bytes_per_block)
+        staging = torch.zeros(self.staging_bytes, dtype=torch.uint8)
+        self.pipeline = Pipeline(memory.layout, memory.buffer, staging, group, device, settings)
+        self._complaints: list[str] = []
+
+    @property
+    def layers(self) -> int:
+        """Number of target layers."""
+        return len(self.memory.placement.bundles)
+
+    def owns(self, ordinal: int) -> bool:
+        """Whether this rank keeps a target layer."""
+        return self.memory.placement.owners[ordinal] == self.memory.placement.rank
+
+    def component(self, ordinal: int, index: int = 0) -> str:
+        """Name of a component of a target layer."""
+        return self.memory.placement.bundles[ordinal].components[index].name
+
+    def acquire(self, ordinal: int) -> None:
+        """Acquire a target layer by its last component: an indexer comes before its main cache."""
+        self.pipeline.acquire(self.component(ordinal, -1))
+
+    def read(self, ordinal: int, generation: int, blocks: Sequence[int] = ACTIVE) -> None:
+        """Submit a read of a layer to the compute stream, to be checked when it happens."""
+
+        def op() -> None:
+            read = self.memory.read(ordinal, blocks)
+            self._complaints += self.memory.wrong(ordinal, blocks, generation, read)
+
+        self.device.compute.run(op, f"reading layer {ordinal}")
+
+    def write(self, ordinal: int, generation: int, blocks: Sequence[int] = ACTIVE) -> None:
+        """Submit a write of an own layer to the compute stream."""
+        self.device.compute.run(
+            lambda: self.memory.store(ordinal, generation, blocks), f"writing layer {ordinal}"
+        )
+
+    def forward(self, generation: int, first: int = 0, last: int | None = None) -> None:
+        """Acquire and read the target layers from ``first`` to before ``last``."""
+        for ordinal in range(first, self.layers if last is None else last):
+            self.acquire(ordinal)
+            self.read(ordinal, generation)
+
+    def step(
+        self,
+        generation: int,
+        fences: Mapping[int, Fence] | None = None,
+        *,
+        guarded: bool = False,
+    ) -> None:
+        """A whole step in which every layer must read the bytes of ``generation``."""
+        self.pipeline.begin(ACTIVE, fences, guarded=guarded)
+        self.forward(generation)
+        self.pipeline.end()
+
+    def complaints(self) -> list[str]:
+        """Wait for the compute stream; what its reads found wrong so far."""
+        self.device.compute.record().wait(PATIENCE)
+        found, self._complaints = self._complaints, []
+        return found
+
+    def load(self, ordinal: int, generation: int, fence: Future[None]) -> None:
+        """What a KV connector does: write a layer's active blocks, then complete the fence."""
+        self.memory.store(ordinal, generation, ACTIVE)
+        fence.set_result(None)
+
+    @contextlib.contextmanager
+    def background(self, op: Callable[[], object]) -> Iterator[None]:
+        """Run ``op`` in another thread beside the body; raise what it raised."""
+        result: Future[object] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(op())
+            except BaseException as error:  # noqa: BLE001 - raised below
+                result.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        yield
+        result.result(PATIENCE)
+
+    def settle(self) -> None:
+        """Let everything go as far as it can by itself. On the CPU nothing moves by itself."""
+        if isinstance(self.device, SimulatedDevice):
+            self.device.settle()
+
+    def close(self) -> None:
+        """Close pipeline, group and device."""
+        self.pipeline.close()
+        self.group.close()
+        if isinstance(self.device, SimulatedDevice):
+            self.device.close()
+
+
+def make_rig(
+    rank: Rank,
+    device: Device | DeviceKind,
+    *,
+    placement: Placement | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    policy: BroadcastPolicy = BroadcastPolicy.AUTO,
+    staging_blocks: float = 2.5,
+    num_blocks: int = NUM_BLOCKS,
+    timeout: float = PATIENCE,
+    load_timeout: float = PATIENCE,
+    poison_scratch: bool = False,
+) -> Rig:
+    """Build a rig. Collective over the world.
+
+    Without ``placement`` 8 layers are spread over one group of all ranks. ``staging_blocks`` is
+    the staging memory in blocks of the largest bundle.
+    """
+    groups = [list(range(rank.size))] if groups is None else groups
+    group = RecordingGroup(make_group(groups, rank.rank, "gloo", PATIENCE))
+    if placement is None:
+        placement = make_placement(8, group.size, group.rank)
+    if device == "cpu":
+        device = CpuDevice(timeout)
+    elif device == "simulated":
+        device = SimulatedDevice()
+    settings = PipelineSettings(
+        policy, cost_model("gloo", group.size), timeout, load_timeout, poison_scratch
+    )
+    built = Rig(RankMemory(placement, num_blocks), group, device, settings, staging_blocks)
+    built.memory.store_owned(1)
+    built.memory.store_drafts(1)
+    return built
+
+
+@contextlib.contextmanager
+def rig(
+    rank: Rank,
+    device: Device | DeviceKind,
+    *,
+    policy: BroadcastPolicy = BroadcastPolicy.AUTO,
+    load_timeout: float = PATIENCE,
+) -> Iterator[Rig]:
+    """A rig of 8 layers that is closed at the end, when all ranks have come there."""
+    built = make_rig(rank, device, policy=policy, load_timeout=load_timeout)
+    yield built
+    built.device.compute.record().wait(PATIENCE)
+    dist.barrier()
+    built.close()
+
+
+def abandon(built: Rig) -> None:
+    """Keep a rig whose collective hangs until the process ends: gloo still writes its memory."""
+    _ABANDONED.append(built)
