@@ -19,9 +19,11 @@ load status travels ahead on the control group, so that all ranks fail alike.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum, auto
 
 import torch
@@ -137,6 +139,16 @@ class Pipeline:
         """Whether a step has begun and not ended."""
         return self._state is _State.STEP
 
+    def set_policy(self, policy: BroadcastPolicy) -> None:
+        """Change the broadcast policy between two steps; all ranks must do so alike (S8).
+
+        Raises:
+            PipelineClosed: inside a step.
+        """
+        if self._state is not _State.IDLE:
+            raise PipelineClosed(f"the policy of a pipeline that is {self._state.name} is fixed")
+        self._settings = replace(self._settings, policy=policy)
+
     def begin(
         self,
         active_blocks: Sequence[int],
@@ -161,12 +173,12 @@ class Pipeline:
             )
         if fences and not guarded:
             raise PlanError("load fences in a step that is not announced as guarded to the group")
+        history = History.of(active_blocks, self._layout.num_blocks)
         self.stats.steps += 1
         self._state = _State.STEP
         self._current = -1
-        if not active_blocks or not self._layout.placement.bundles:
+        if not history.blocks or not self._layout.placement.bundles:
             return
-        history = History.of(active_blocks, self._layout.num_blocks)
         index = torch.tensor(history.blocks, dtype=torch.int64).to(
             self._buffer.device, non_blocking=True
         )
@@ -185,10 +197,15 @@ class Pipeline:
         Raises:
             AcquireOrderError: the layer is not a target layer, or not the next one.
             LoadFailed: the owner could not load the layer (on every rank of the group).
+            PipelineClosed: after close() or a failed abort(): nobody keeps the layer readable.
             TransferTimeout: the broadcast did not end in time.
         """
         step = self._step
         if step is None:
+            if self._state in (_State.BROKEN, _State.CLOSED):
+                raise PipelineClosed(
+                    f"{component} was touched, but the KVPP pipeline is {self._state.name.lower()}"
+                )
             return
         ordinal = self._ordinals.get(component)
         if ordinal is None:
@@ -261,14 +278,13 @@ class Pipeline:
         self._state = _State.IDLE
 
     def _drain(self) -> None:
+        """Wait for every transfer: one that was acquired may not have ended on the device."""
         in_flight = self._in_flight
-        if in_flight is None:
-            return
         timeout = self._settings.transfer_timeout + self._settings.load_timeout
         try:
-            in_flight.done.wait(timeout)
-            if in_flight.status_known is not None:
-                in_flight.status_known.wait(timeout)
+            if in_flight is not None and in_flight.status_known is not None:
+                in_flight.status_known.wait(timeout)  # first, as in acquire() on other ranks
+            self._device.transfer.record().wait(timeout)
         except BaseException:
             self._step = None
             self._state = _State.BROKEN
@@ -296,11 +312,14 @@ class Pipeline:
         owner = self._layout.placement.owners[ordinal]
         status = torch.full((1,), _LoadStatus.OK, dtype=torch.int64)
         if fence is not None and owner == self._group.rank:
-            timeout = self._settings.load_timeout
+            load = _Load(fence)
+            deadline = time.monotonic() + self._settings.load_timeout
             what = f"the load of layer {self._layer(ordinal)}"
-            self._device.transfer.wait_fence(fence, timeout, what)
-            self._control.wait_fence(fence, timeout, what)
-            self._control.run(lambda: _set_status(status, fence), f"the status of {what}")
+            self._device.transfer.wait_fence(fence, self._settings.load_timeout, what)
+            self._device.transfer.run(load.decide, f"the outcome of {what}")
+            # An accelerator's transfer stream has spent the time by now.
+            self._control.wait_fence(fence, max(deadline - time.monotonic(), 0), what)
+            self._control.run(lambda: load.report(status), f"the status of {what}")
         self._control.collective(
             lambda: self._group.broadcast_control(status, owner),
             f"the load status of layer {self._layer(ordinal)} from rank {self._group.ranks[owner]}",
@@ -324,7 +343,7 @@ class Pipeline:
         self.stats.load_failures += 1
         assert self._step is not None
         fence = self._step.fences.get(self._layer(ordinal))
-        cause = fence.exception() if fence is not None and fence.done() else None
+        cause = _error_of(fence) if fence is not None and fence.done() else None
         owner = self._group.ranks[self._layout.placement.owners[ordinal]]
         how = (
             "failed"
@@ -357,8 +376,36 @@ class Pipeline:
         return f"layer {bundles[ordinal].layer}" if ordinal < len(bundles) else "the last layer"
 
 
-def _set_status(status: torch.Tensor, fence: Fence) -> None:
-    if not fence.done():
-        status.fill_(_LoadStatus.TIMED_OUT)
-    elif fence.cancelled() or fence.exception() is not None:
-        status.fill_(_LoadStatus.FAILED)
+class _Load:
+    """How a load went, decided once, by the first who asks.
+
+    The transfer stream asks just before it sends the layer, so a load that ends after its time,
+    when older bytes have been sent, cannot pass for a good one.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self._lock = threading.Lock()
+        self._status: _LoadStatus | None = None
+
+    def decide(self) -> None:
+        self._decided()
+
+    def report(self, status: torch.Tensor) -> None:
+        status.fill_(self._decided())
+
+    def _decided(self) -> _LoadStatus:
+        with self._lock:
+            if self._status is None:
+                self._status = self._look()
+            return self._status
+
+    def _look(self) -> _LoadStatus:
+        if not self._fence.done():
+            return _LoadStatus.TIMED_OUT
+        return _LoadStatus.OK if _error_of(self._fence) is None else _LoadStatus.FAILED
+
+
+def _error_of(fence: Fence) -> BaseException | None:
+    """What a fence that is done failed with; a cancelled one raises when asked."""
+    return CancelledError() if fence.cancelled() else fence.exception()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import accumulate, pairwise
@@ -19,7 +20,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from kvpp_connectors.model_shapes import (
     AUTO,
@@ -44,7 +44,9 @@ _UNITS = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
+_POLICIES = [policy.value for policy in OwnershipPolicy]
 _BAD_OPTION = 2  # exit code
+_INT = "INTEGER"  # parsed here, so that a wrong one gets the same kind of sentence as the others
 _MOST = 16_384  # ranks, stages, tokens per block: a larger number is a slip
 _MIN_WIDTH = 100  # columns: enough for the table where the output is not a terminal
 
@@ -99,12 +101,9 @@ class Plan:
         found = []
         shape, ratio = self.request.shape, self.capacity.ratio
         if ratio <= 1:
-            remedy = (
-                ", or use fewer PP stages, each with more layers" if self.request.pp > 1 else ""
-            )
             found.append(
                 f"KVPP on holds {ratio:.4f} times the tokens of KVPP off: leave enable_kvpp off"
-                f"{remedy}."
+                + (", or use fewer PP stages." if self.request.pp > 1 else ".")
             )
         if AUTO in (self.request.main_cache, self.request.indexer_cache):
             found += _dtype_warnings(shape)
@@ -120,11 +119,11 @@ def plan(
     model: Annotated[
         Path, typer.Option(help="config.json of the model, or the local folder that holds it.")
     ],
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    tp: Annotated[str, typer.Option(metavar=_INT, help="Tensor parallel size.")] = "1",
+    pp: Annotated[str, typer.Option(metavar=_INT, help="Pipeline parallel size.")] = "1",
     pcp: Annotated[
-        int, typer.Option(help="Prefill context parallel size. KVPP group = TP x PCP.")
-    ] = 1,
+        str, typer.Option(metavar=_INT, help="Prefill context parallel size. KVPP group: TP x PCP.")
+    ] = "1",
     layer_split: Annotated[
         str | None,
         typer.Option(
@@ -161,15 +160,17 @@ def plan(
         ),
     ] = AUTO,
     block_size: Annotated[
-        int, typer.Option(help="Tokens per block. vLLM on CPU uses 16, vllm-ascend 128.")
-    ] = 16,
+        str,
+        typer.Option(metavar=_INT, help="Tokens per block. vLLM on CPU uses 16, vllm-ascend 128."),
+    ] = "16",
     draft_layers: Annotated[
-        int,
+        str,
         typer.Option(
+            metavar=_INT,
             help="MTP layers to serve with; each rank of the last stage keeps them whole. 0 plans "
             "without speculative decoding, whatever num_nextn_predict_layers the config has.",
         ),
-    ] = 0,
+    ] = "0",
     ownership: Annotated[
         str, typer.Option(help="Split of the layers over the ranks: count or bytes.")
     ] = OwnershipPolicy.COUNT.value,
@@ -189,14 +190,16 @@ def plan(
     option, which one sentence on stderr names.
     """
     try:
-        shape = read_model_shape(model)
+        with _about("--model", model):
+            shape = read_model_shape(model)
+        stages = _whole("--pp", pp, 1)
         made = _make_plan(
             PlanRequest(
                 shape=shape,
                 tp=_whole("--tp", tp, 1),
-                pp=_whole("--pp", pp, 1),
+                pp=stages,
                 pcp=_whole("--pcp", pcp, 1),
-                layer_split=_layer_split(layer_split, shape, pp),
+                layer_split=_layer_split(layer_split, shape, stages),
                 memory=_size("--memory", memory),
                 reserve=_size("--reserve", reserve),
                 main_cache=_choice("--main-cache", main_cache, (AUTO, *MAIN_LAYOUTS)),
@@ -205,7 +208,7 @@ def plan(
                 ),
                 block_size=_whole("--block-size", block_size, 1),
                 draft_layers=_whole("--draft-layers", draft_layers, 0),
-                ownership=OwnershipPolicy(_choice("--ownership", ownership, [*OwnershipPolicy])),
+                ownership=OwnershipPolicy(_choice("--ownership", ownership, _POLICIES)),
                 alignment=_size("--alignment", alignment, least=1),
             )
         )
@@ -226,10 +229,19 @@ def plan(
         typer.echo(f"warning: {warning}", err=True)
 
 
-def _whole(option: str, value: int, least: int) -> int:
-    if not least <= value <= _MOST:
-        raise PlanError(f"{option} {value}: expected a whole number from {least} to {_MOST}")
-    return value
+@contextmanager
+def _about(option: str, value: object) -> Iterator[None]:
+    """Put the option before what is said about its value."""
+    try:
+        yield
+    except KvppError as error:
+        raise PlanError(f"{option} {value}: {error}") from None
+
+
+def _whole(option: str, text: str, least: int) -> int:
+    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII) or not least <= int(text) <= _MOST:
+        raise PlanError(f"{option} {text!r}: expected a whole number from {least} to {_MOST}")
+    return int(text)
 
 
 def _choice(option: str, value: str, known: Sequence[str]) -> str:
@@ -257,7 +269,6 @@ def _size(option: str, text: str, least: int = 0) -> int:
 
 def _layer_split(text: str | None, shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Layers per PP stage: the option's, or vLLM's."""
-    _whole("--pp", stages, 1)
     if text is None:
         if stages > shape.layers:
             raise PlanError(
@@ -287,8 +298,10 @@ def _layer_split(text: str | None, shape: ModelShape, stages: int) -> tuple[int,
 
 def _make_plan(request: PlanRequest) -> Plan:
     _check_group(request)
-    main = request.shape.main_layout(request.main_cache)
-    indexer = request.shape.indexer_layout(request.indexer_cache)
+    with _about("--main-cache", request.main_cache):
+        main = request.shape.main_layout(request.main_cache)
+    with _about("--indexer-cache", request.indexer_cache):
+        indexer = request.shape.indexer_layout(request.indexer_cache)
     targets = request.shape.target_bundles(main, indexer, request.block_size)
     drafts = request.shape.draft_bundles(request.draft_layers, main, indexer, request.block_size)
     bounds = pairwise((0, *accumulate(request.layer_split)))
@@ -403,16 +416,19 @@ def _stage_as_json(stage: StageCapacity) -> dict[str, Any]:
 
 
 def _print_tables(made: Plan) -> None:
-    width = max(Console().width, _MIN_WIDTH)
-    console = Console(width=width, highlight=False, markup=False)
+    console = Console(width=max(Console().width, _MIN_WIDTH), highlight=False, markup=False)
     for line in _heading(made):
         console.print(line, soft_wrap=True)
     for stage in made.stages:
         console.print()
         console.print(_stage_table(stage))
     console.print()
-    console.print(_total_table(made.capacity))
-    console.print()
+    total = made.capacity
+    console.print(
+        f"Deployment: {total.tokens_off:,} tokens off, {total.tokens_on:,} on, "
+        f"ratio {total.ratio:.4f}",
+        style="bold green" if total.ratio > 1 else "bold red",
+    )
     for line in (*made.capacity.explain().splitlines(), *_notes(made.request)):
         console.print(line, soft_wrap=True)
 
@@ -426,10 +442,7 @@ def _heading(made: Plan) -> Iterable[str]:
         f"tokens; main cache {made.main_cache}, indexer cache {made.indexer_cache}; ownership by "
         f"{request.ownership}"
     )
-    yield (
-        f"{request.memory:,} bytes of KV memory per rank, of which KVPP reserves "
-        f"{request.reserve:,}"
-    )
+    yield f"{request.memory:,} bytes of KV memory per rank, {request.reserve:,} reserved by KVPP"
 
 
 def _stage_table(stage: StagePlan) -> Table:
@@ -464,20 +477,6 @@ def _stage_table(stage: StagePlan) -> Table:
 def _sizes(owned: int, scratch: int, drafts: int, off: int) -> tuple[str, ...]:
     total = owned + scratch + drafts
     return (*(f"{size:,}" for size in (owned, scratch, drafts, total)), f"{total / off:.1%}")
-
-
-def _total_table(capacity: DeploymentCapacity) -> Table:
-    table = Table(title="Deployment", title_justify="left")
-    table.add_column("")
-    for heading in ("KVPP off", "KVPP on", "on / off"):
-        table.add_column(heading, justify="right")
-    good = capacity.ratio > 1
-    ratio = Text(f"{capacity.ratio:.4f}", style="bold green" if good else "bold red")
-    table.add_row("tokens", f"{capacity.tokens_off:,}", f"{capacity.tokens_on:,}", ratio)
-    table.add_row("blocks", f"{capacity.blocks_off:,}", f"{capacity.blocks_on:,}", "")
-    stages = (str(capacity.binding_stage_off), str(capacity.binding_stage_on))
-    table.add_row("binding stage", *stages, "")
-    return table
 
 
 def _notes(request: PlanRequest) -> Iterable[str]:

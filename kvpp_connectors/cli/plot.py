@@ -15,6 +15,7 @@ __all__ = ["save_plot"]
 _PANELS_PER_ROW = 2
 _PANEL_WIDTH = 7.2  # inches
 _DPI = 150
+_MOST_INCHES = 240  # of height: matplotlib draws at most 2**16 pixels, and nobody reads that
 _LETTER = 0.0125  # width of a letter at a bar, as a part of the axis
 # Told apart by colour-blind readers and in print.
 _COLOURS = {
@@ -50,8 +51,13 @@ def save_plot(plan: Plan, path: Path) -> None:
         ) from None
     columns = min(len(plan.stages), _PANELS_PER_ROW)
     rows = -(-len(plan.stages) // columns)
-    size = (columns * _PANEL_WIDTH + 1, rows * (1.1 + _bar_inches(plan) * (_ranks(plan) + 1)) + 1.6)
-    figure: Any = Figure(figsize=size, layout="constrained")
+    height = rows * (1.1 + _bar_inches(plan) * (_ranks(plan) + 1)) + 1.6
+    if height > _MOST_INCHES:
+        raise PlanError(
+            f"--plot {str(path)!r}: {len(plan.stages)} stages of {_ranks(plan)} ranks are too many "
+            "bars for one picture; expected at most about 1,000 ranks in all; leave --plot out"
+        )
+    figure: Any = Figure(figsize=(columns * _PANEL_WIDTH + 1, height), layout="constrained")
     FigureCanvasAgg(figure)  # draws without a display
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     panels = list(figure.subplots(rows, columns, sharex=True, squeeze=False).flat)

@@ -149,4 +149,4 @@ def backing_buffer(caches: Mapping[str, torch.Tensor], layout: RankLayout) -> to
         if storages[name].data_ptr() != first.data_ptr() or offset != span.offset:
             raise PlanError(f"the cache of {name} lies at byte {offset:,}, not {span.offset:,}")
     buffer = torch.empty(0, dtype=torch.int8, device=caches[name].device)
-    return buffer.set_(first, 0, (layout.size,), (1,))  # type: ignore[no-any-return]
+    return buffer.set_(first, 0, (layout.size,), (1,))

@@ -16,11 +16,11 @@ from kvpp_connectors.log import get_logger
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import OUR_WORKERS, PLATFORM_WORKERS, check
 
-__all__ = ["configure"]
+__all__ = ["KVPP_WORKERS", "configure"]
 
 logger = get_logger(__name__)
 
-_KVPP_WORKERS = {
+KVPP_WORKERS = {
     "cpu": "kvpp_connectors.engine.cpu.KvppCpuWorker",
     "cuda": "kvpp_connectors.engine.cuda.KvppGpuWorker",
 }
@@ -52,30 +52,29 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
 
 
 def _check_platform(device_type: str) -> list[Problem]:
-    if device_type in _KVPP_WORKERS:
+    if device_type in KVPP_WORKERS:
         return []
     return [
         Problem(
             rule="platform",
             option="platform",
             value=device_type,
-            reason=f"KVPP has a worker for {' and '.join(_KVPP_WORKERS)} only.",
+            reason=f"KVPP has a worker for {' and '.join(KVPP_WORKERS)} only.",
             remedy="Switch KVPP off on this platform.",
         )
     ]
 
 
 def _report(problems: list[Problem]) -> None:
-    refused = [problem for problem in problems if problem.severity is Severity.REFUSED]
-    if refused:
-        raise LaunchRefused(refused)
+    if any(problem.severity is Severity.REFUSED for problem in problems):
+        raise LaunchRefused(problems)
     for problem in problems:
         logger.warning("%s", problem)
 
 
 def _choose_worker(parallel: Any, settings: Settings, device_type: str) -> None:
     if settings.enabled:
-        parallel.worker_cls = _KVPP_WORKERS[device_type]
+        parallel.worker_cls = KVPP_WORKERS[device_type]
     elif (
         settings.options.cpu_profile
         and device_type == "cpu"

@@ -23,7 +23,7 @@ from kvpp_core.history import BlockHistory
 from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
-from kvpp_core.policy import cost_model
+from kvpp_core.policy import BroadcastPolicy, cost_model
 
 __all__ = ["KvppWorkerMixin"]
 
@@ -134,6 +134,14 @@ class KvppWorkerMixin:
         """Counters of this rank's pipeline, for ``collective_rpc("kvpp_stats")``."""
         assert self._kvpp_pipeline is not None
         return self._kvpp_pipeline.stats.snapshot()
+
+    def kvpp_set_broadcast(self, policy: str) -> None:
+        """Change the broadcast policy between steps, to measure it.
+
+        Only through ``collective_rpc``, which reaches every rank between the same two steps.
+        """
+        assert self._kvpp_pipeline is not None
+        self._kvpp_pipeline.set_policy(BroadcastPolicy(policy))
 
     def kvpp_layout(self) -> dict[str, Any]:
         """Blocks, bytes and owned layers of this rank, for ``collective_rpc("kvpp_layout")``."""

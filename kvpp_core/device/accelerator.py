@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
 
 import torch
 
-from kvpp_core.device.base import Event, Fence, Stream, Work
+from kvpp_core.device.base import Event, Fence, Stream, Work, await_fence
 from kvpp_core.errors import KvppError, TransferTimeout
 
 __all__ = ["AcceleratorDevice", "AcceleratorStream"]
@@ -60,7 +59,7 @@ class AcceleratorStream:
 
     def wait_fence(self, fence: Fence, timeout: float, what: str) -> None:
         """Block the host until the load is done or the time is over."""
-        wait([fence], timeout)
+        await_fence(fence, timeout)
 
     def record(self) -> Event:
         """Record an event at the end of the stream."""

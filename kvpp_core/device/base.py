@@ -9,13 +9,23 @@ against a simulated device that delays both streams.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, Protocol
 
-__all__ = ["Device", "Event", "Fence", "Stream", "Work"]
+__all__ = ["Device", "Event", "Fence", "Stream", "Work", "await_fence"]
 
 # Something on the host to wait for before a layer may be broadcast or read: a pool load.
 Fence = Future[Any]
+
+
+def await_fence(fence: Fence, timeout: float) -> None:
+    """Block until ``fence`` is done, cancelled too, or ``timeout`` seconds are over.
+
+    `concurrent.futures.wait` does not see a cancellation that no executor has confirmed.
+    """
+    with suppress(TimeoutError, CancelledError):
+        fence.exception(timeout)
 
 
 class Work(Protocol):

@@ -14,12 +14,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from kvpp_core.device.base import Event, Fence, Work
+from kvpp_core.device.base import Event, Fence, Work, await_fence
 from kvpp_core.errors import TransferTimeout
 
 __all__ = ["CpuDevice", "CpuStream", "HostStream"]
@@ -67,7 +67,7 @@ class HostStream:
 
     def wait_fence(self, fence: Fence, timeout: float, what: str) -> None:
         """Block until the fence is done or the time is over."""
-        wait([fence], timeout)
+        await_fence(fence, timeout)
 
     def record(self) -> Event:
         """An event that is done: nothing is ever outstanding."""
@@ -89,7 +89,8 @@ class CpuStream:
     """A queue of operations, pushed forward by whoever touches it. Thread-safe.
 
     After an operation fails the stream is broken: what is queued is dropped, and every later call
-    raises the same error.
+    raises the same error. Nobody blocks while he holds the lock: the thread that completes a load
+    fence takes it, and a forward that waits for that very thread's next load must not hold it up.
     """
 
     def __init__(self) -> None:
@@ -98,6 +99,7 @@ class CpuStream:
         self._head: _Pending | None = None  # the started operation at the front of the queue
         self._submitted = 0
         self._completed = 0
+        self._starting = False  # an operation is being started, by the thread that has the lock
         self._error: BaseException | None = None
 
     def run(self, op: Callable[[], None], what: str) -> None:
@@ -125,65 +127,83 @@ class CpuStream:
 
     def _submit(self, start: Callable[[], _Pending | None], what: str) -> None:
         with self._lock:
+            if self._error is not None:
+                raise self._error
             self._queue.append(_Operation(start, what))
             self._submitted += 1
-            self._advance(self._submitted, deadline=None)
+            self._advance(self._submitted)
 
     def _on_fence(self, fence: Future[object]) -> None:
         """Called in the thread that completes a fence: go on without waiting for the forward.
 
-        An error is kept by the queue and raised to whoever waits for it.
+        An error is kept by the queue and raised to whoever waits for it. An operation that itself
+        completes a fence comes here too; its own _advance() goes on.
         """
         with self._lock:
-            self._advance(self._submitted, deadline=None)
+            if self._error is None and not self._starting:
+                self._advance(self._submitted)
 
     def passed(self, position: int) -> bool:
         """Whether everything up to ``position`` has ended. Pushes the queue as far as it goes."""
         with self._lock:
-            return self._advance(position, deadline=None)
+            return self._advance(position)
 
     def wait_for(self, position: int, timeout: float) -> None:
         """Push the queue up to ``position``, blocking at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        if not self._lock.acquire(timeout=timeout):
-            raise TransferTimeout(f"the transfer queue was held by another thread for {timeout} s")
-        try:
-            self._advance(position, deadline)
-        finally:
-            self._lock.release()
+        while True:
+            with self._lock:
+                if self._advance(position):
+                    return
+                assert self._head is not None
+                head, what = self._head, self._queue[0].what
+            self._block_on(head, what, deadline)
 
-    def _advance(self, position: int, deadline: float | None) -> bool:
-        """Execute queued operations until ``position``; block only if there is a deadline."""
+    def _advance(self, position: int) -> bool:
+        """Execute queued operations until ``position``, as far as it goes without blocking."""
         if self._error is not None:
             raise self._error
         try:
             while self._completed < position:
-                operation = self._queue[0]
                 if self._head is None:
-                    self._head = operation.start() or _DONE
+                    self._head = self._start(self._queue[0])
                 if not self._head.done():
-                    if deadline is None:
-                        return False
-                    self._block_on(self._head, operation.what, deadline)
+                    return False
                 self._head.wait(0)  # ended: raises what it failed with
                 self._queue.popleft()
                 self._head = None
                 self._completed += 1
         except BaseException as error:
-            self._error = error
-            self._queue.clear()
+            self._break(error)
             raise
         return True
 
-    @staticmethod
-    def _block_on(pending: _Pending, what: str, deadline: float) -> None:
-        remaining = deadline - time.monotonic()
-        if remaining > 0:
-            pending.wait(remaining)
-        if not pending.done():
-            raise TransferTimeout(
-                f"{what} had not ended when its wait ran out; is a rank of the group stuck or gone?"
-            )
+    def _start(self, operation: _Operation) -> _Pending:
+        self._starting = True
+        try:
+            return operation.start() or _DONE
+        finally:
+            self._starting = False
+
+    def _block_on(self, head: _Pending, what: str, deadline: float) -> None:
+        """Wait for the operation at the front until ``deadline``. Called without the lock."""
+        try:
+            head.wait(max(deadline - time.monotonic(), 0))
+            if not head.done() and time.monotonic() >= deadline:
+                raise TransferTimeout(
+                    f"{what} had not ended when its wait ran out; "
+                    "is a rank of the group stuck or gone?"
+                )
+        except BaseException as error:
+            with self._lock:
+                self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._queue.clear()
+        self._head = None
 
 
 class _Mark:
@@ -233,4 +253,4 @@ class _FencePending:
         return self._fence.done() or time.monotonic() >= self._deadline
 
     def wait(self, timeout: float) -> None:
-        wait([self._fence], min(timeout, max(self._deadline - time.monotonic(), 0)))
+        await_fence(self._fence, min(timeout, max(self._deadline - time.monotonic(), 0)))

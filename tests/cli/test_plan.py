@@ -32,7 +32,7 @@ def test_single_node_ratio_is_that_of_the_formula(figures: Figures) -> None:
 def test_single_node_capacity_is_that_of_the_specification(figures: Figures) -> None:
     found = figures(*A5, "--reserve", "300MiB", "--memory", "21.768GB")
     assert found["ratio"] == pytest.approx(6.2462, rel=0.005)
-    assert found["tokens_off"] == 235_008
+    assert found["tokens_off"] == pytest.approx(235_008, abs=128)  # 21.768 is rounded
     assert found["tokens_on"] == pytest.approx(1_467_904, rel=0.005)
     assert found["tokens_on"] / found["tokens_off"] == pytest.approx(6.2462, rel=0.005)
 
@@ -69,7 +69,7 @@ def test_sparse_cuda_layout_on_four_ranks(figures: Figures) -> None:
 
 
 def test_ownership_by_bytes_gains_a_little(figures: Figures) -> None:
-    assert figures(*A5, "--ownership", "bytes")["ratio"] == 6.3949
+    assert figures(*A5, "--ownership", "bytes")["ratio"] == 6.3952
 
 
 def test_drafts_are_whole_on_every_rank_of_the_last_stage(figures: Figures) -> None:
@@ -104,9 +104,16 @@ def test_alignment_costs_blocks_but_not_many(figures: Figures) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("24GiB", 24 << 30), ("21.8GB", 21_800_000_000), ("21.8 gb", 21_800_000_000)]
-    + [("512MiB", 512 << 20), ("20000000KB", 20_000_000_000), ("0.5TiB", 1 << 39)]
-    + [("24000000000", 24_000_000_000), ("24000000000B", 24_000_000_000)],
+    [
+        ("24GiB", 24 << 30),
+        ("0.5TiB", 1 << 39),
+        ("512MiB", 512 << 20),
+        ("21.8GB", 21_800_000_000),
+        ("21.8 gb", 21_800_000_000),
+        ("20000000KB", 20_000_000_000),
+        ("24000000000", 24_000_000_000),
+        ("24000000000B", 24_000_000_000),
+    ],
 )
 def test_sizes(figures: Figures, text: str, size: int) -> None:
     assert figures("--tp", 8, "--memory", text)["memory_bytes"] == size
@@ -195,10 +202,13 @@ def test_an_indexer_layout_without_an_indexer_is_pointed_out(run: Run) -> None:
     ("args", "words"),
     [
         (("--tp", 1), ("--tp 1", "--pcp 1", "expected 2")),
-        (("--tp", 0), ("--tp 0", "from 1")),
+        (("--tp", 0), ("--tp '0'", "from 1")),
+        (("--tp", "two"), ("--tp 'two'", "whole number")),
+        (("--tp", 2.5), ("--tp '2.5'", "whole number")),
+        (("--tp", 99999), ("--tp '99999'", "to 16384")),
         (("--tp", 16384, "--pcp", 2), ("--tp 16384", "--pcp 2", "32768")),
-        (("--tp", 2, "--pp", 0), ("--pp 0", "from 1")),
-        (("--tp", 2, "--pcp", -1), ("--pcp -1", "from 1")),
+        (("--tp", 2, "--pp", 0), ("--pp '0'", "from 1")),
+        (("--tp", 2, "--pcp", -1), ("--pcp '-1'", "from 1")),
         (("--tp", 2, "--pp", 79), ("--pp 79", "at most 78", "config.json")),
         (("--tp", 2, "--pp", 2, "--layer-split", "38,41"), ("'38,41'", "79", "expected 78")),
         (("--tp", 2, "--layer-split", "38,40"), ("'38,40'", "2 parts", "--pp 1")),
@@ -211,13 +221,13 @@ def test_an_indexer_layout_without_an_indexer_is_pointed_out(run: Run) -> None:
         (("--tp", 2, "--memory", "1GB", "--reserve", "1GB"), ("--reserve 1,000,000,000", "less")),
         (("--tp", 2, "--reserve", "x"), ("--reserve 'x'", "24GiB")),
         (("--tp", 2, "--alignment", "0"), ("--alignment '0'", "at least 1")),
-        (("--tp", 2, "--block-size", 0), ("--block-size 0", "from 1")),
-        (("--tp", 2, "--draft-layers", -1), ("--draft-layers -1", "from 0")),
+        (("--tp", 2, "--block-size", 0), ("--block-size '0'", "from 1")),
+        (("--tp", 2, "--draft-layers", -1), ("--draft-layers '-1'", "from 0")),
         (("--tp", 2, "--main-cache", "sfa_c8"), ("--main-cache 'sfa_c8'", "mean 'sfa-c8'", "bf16")),
         (("--tp", 2, "--main-cache", "BF16"), ("--main-cache 'BF16'", "mean 'bf16'")),
         (("--tp", 2, "--indexer-cache", "c8"), ("--indexer-cache 'c8'", "mean 'c8-a", "none")),
         (("--tp", 2, "--ownership", "byte"), ("--ownership 'byte'", "mean 'bytes'")),
-        (("--tp", 2, "--model", "/no/such"), ("/no/such does not exist", "config.json")),
+        (("--tp", 2, "--model", "/no/such"), ("--model /no/such", "does not exist", "config.json")),
         (("--tp", 2, "--plot", "out.pdf"), ("--plot 'out.pdf'", ".png")),
         (("--tp", 2, "--plot", "/no/such/out.png"), ("--plot", "/no/such", "folder")),
     ],
@@ -234,7 +244,7 @@ def test_bad_options_are_one_sentence_and_exit_code_2(
         assert word in result.stderr
 
 
-@pytest.mark.parametrize("args", [("--tp", "two"), ("--bogus", 1), ("--memory",)])
+@pytest.mark.parametrize("args", [("--bogus", 1), ("--memory",)])
 def test_options_that_typer_refuses_exit_with_2_too(run: Run, args: tuple[object, ...]) -> None:
     result = run(*args)
     assert result.exit_code == 2
@@ -250,6 +260,13 @@ def test_a_model_without_mla_is_named_with_its_missing_field(
     assert result.exit_code == 2
     for word in (str(file), "kv_lora_rank", "MLA/SFA"):
         assert word in result.stderr
+
+
+def test_layouts_that_the_model_cannot_have_name_the_option(run: Run) -> None:
+    result = run("--model", CONFIGS / "kimi-k2", "--tp", 2, "--main-cache", "sfa-c8")
+    assert result.exit_code == 2
+    assert "--main-cache sfa-c8: " in result.stderr
+    assert "expected one of auto, bf16, fp16, fp32, fp8\n" in result.stderr
 
 
 def test_invalid_json_is_named_with_its_place(run: Run, tmp_path: Path) -> None:
@@ -299,6 +316,13 @@ def test_plot_without_matplotlib_names_the_extra(
     assert result.exit_code == 2
     assert "pip install 'kvpp-connectors[plot]'" in result.stderr
     assert result.stdout == ""
+
+
+def test_plot_of_too_many_ranks_is_an_error(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = run("--tp", 4096, "--plot", tmp_path / "plan.png")
+    assert result.exit_code == 2
+    assert "4096 ranks are too many" in result.stderr
 
 
 def test_plot_that_cannot_be_written_is_an_error(run: Run, tmp_path: Path) -> None:

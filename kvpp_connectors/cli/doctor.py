@@ -1,0 +1,161 @@
+"""`kvpp doctor`: is this machine ready, and what would be used on it?"""
+
+from __future__ import annotations
+
+import ctypes.util
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Finding", "doctor", "examine"]
+
+_MOONCAKE = ("non-cuda", "", "npu")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. ``ok`` is None where there is nothing to judge."""
+
+    what: str
+    found: str
+    ok: bool | None = None
+    remedy: str = ""
+
+
+def doctor() -> None:
+    """Print versions, libraries, the platform, the hooks, and the CPU self-check.
+
+    Exit code 1 if something that KVPP needs is missing or wrong.
+    """
+    findings = list(examine())
+    table = Table("", "found", "", "what to do")
+    for finding in findings:
+        mark = {None: "", True: "[green]ok[/green]", False: "[red]WRONG[/red]"}[finding.ok]
+        table.add_row(finding.what, finding.found, mark, finding.remedy)
+    Console().print(table)
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order in which they depend on each other."""
+    yield Finding("Python", platform.python_version(), True)
+    yield from _packages()
+    yield from _libraries()
+    yield from _vllm()
+
+
+def _packages() -> Iterator[Finding]:
+    for name in ("kvpp-connectors", "torch"):
+        yield Finding(name, version(name), True)
+    found = [
+        f"{name} {number}"
+        for name in (f"mooncake-transfer-engine-{kind}".rstrip("-") for kind in _MOONCAKE)
+        if (number := _version(name)) is not None
+    ]
+    yield Finding(
+        "Mooncake",
+        ", ".join(found) or "not installed",
+        True if found else None,
+        "" if found else "only the KV connectors need it",
+    )
+    plugin = [p for p in entry_points(group="vllm.general_plugins") if p.name == "kvpp_connectors"]
+    yield Finding(
+        "vLLM plug-in entry point",
+        plugin[0].value if plugin else "missing",
+        bool(plugin),
+        "" if plugin else "install this package into vLLM's environment",
+    )
+
+
+def _libraries() -> Iterator[Finding]:
+    for library, package in (("ibverbs", "libibverbs1"), ("numa", "libnuma1")):
+        path = ctypes.util.find_library(library)
+        yield Finding(
+            f"lib{library}",
+            path or "missing",
+            True if path else None,
+            "" if path else f"Mooncake needs it: apt-get install {package}",
+        )
+
+
+def _vllm() -> Iterator[Finding]:
+    try:
+        from vllm.platforms import current_platform
+    except ImportError as error:
+        yield Finding("vLLM", str(error), False, "pip install 'kvpp-connectors[cpu]' or [cuda]")
+        return
+    from kvpp_connectors.engine.hooks import HOOKS, vllm_version
+    from kvpp_connectors.engine.setup import KVPP_WORKERS
+
+    yield Finding("vLLM", vllm_version(), True)
+    kind = current_platform.device_type
+    worker = KVPP_WORKERS.get(kind)
+    yield Finding(
+        "platform", kind, worker is not None, "" if worker else "KVPP has no worker for it"
+    )
+    if worker is not None:
+        yield Finding("worker class with KVPP on", worker)
+    missing = [complaint for hook in HOOKS if (complaint := hook.missing()) is not None]
+    yield Finding(
+        f"hooks ({len(HOOKS)})",
+        "; ".join(missing) or "all found",
+        not missing,
+        "this release is made for vLLM 0.32" if missing else "",
+    )
+    if kind == "cpu":
+        yield from _cpu()
+
+
+def _cpu() -> Iterator[Finding]:
+    from kvpp_connectors.engine.profile import ROTARY_OFF
+
+    complaint = _check_rotary(ROTARY_OFF, max_position=64)
+    yield Finding(
+        "rotary embedding with the CPU profile",
+        complaint or "right on strided inputs",
+        complaint is None,
+        "" if complaint is None else "MLA models would answer wrongly: do not serve",
+    )
+    native = _check_rotary("+rotary_embedding", max_position=65)
+    yield Finding(
+        "rotary embedding without it",
+        native or "right on strided inputs",
+        None,
+        "the CPU profile switches this op off" if native else "",
+    )
+
+
+def _check_rotary(op: str, max_position: int) -> str | None:
+    """The self-check on a rotary embedding as DeepSeek models make it.
+
+    vLLM keeps one embedding per set of parameters, so each op needs a ``max_position`` of its own.
+    """
+    import torch
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from kvpp_connectors.engine.rotary import check_rotary
+
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all", op]))
+    with set_current_vllm_config(config):
+        rotary = get_rope(
+            64,
+            max_position=max_position,
+            is_neox_style=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            dtype=torch.float32,
+        )
+        return check_rotary(rotary)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,20 @@
+"""Settings that every test process and its children need, before vLLM is imported."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(
+    {
+        # One thread a rank, not pinned: two ranks share two cores with whatever else runs.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_CI_ENV": "1",  # no warm-up
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # The engine core in the test's process: steps follow one another as the test asks for
+        # them, so that two engines get the same schedule.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+)

@@ -1,0 +1,254 @@
+"""Failed loads, exceptions, close and lost peers: every rank is told, nothing hangs or lingers.
+
+Two gloo ranks; rank 0 keeps layers 0..3, rank 1 layers 4..7. Every scenario runs on the CPU device
+and on the simulated one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Literal, NamedTuple
+
+import pytest
+
+from kvpp_core.errors import LoadFailed, PipelineClosed, TransferTimeout
+from kvpp_core.policy import BroadcastPolicy
+from tests.core.gloo_world import GlooWorld, Rank
+from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, Rig, abandon, make_rig, rig
+from tests.core.simulated_device import SimulatedDevice
+
+How = Literal["fails", "is cancelled", "takes too long"]
+Exit = Literal["abort", "close", "end and close"]
+
+SOON = 0.2  # seconds, a bound that is meant to run out
+EARLY = 0.3  # seconds in which a call that must wait is given the chance to return
+
+
+class Failure(NamedTuple):
+    """What a rank saw of a failed load."""
+
+    message: str  # of LoadFailed; empty when nothing was raised
+    cause: str  # its cause
+    load_failures: int  # as counted
+    complaints: list[str]  # bytes that were wrong in the step or the next one
+
+
+class Interrupted(NamedTuple):
+    """What a rank saw when it gave up a step with a transfer in flight."""
+
+    early: bool  # the call returned before the transfer could end
+    in_flight: int  # broadcasts that had not ended when it returned
+    started_later: int  # broadcasts that were started after it had returned
+    refusal: str  # of a begin() after close
+    complaints: list[str]
+
+
+def failed_load(rank: Rank, kind: DeviceKind, layer: int, how: How) -> Failure:
+    """The owner's load of ``layer`` goes wrong; both ranks abort and run a normal step."""
+    with rig(rank, kind, load_timeout=SOON if how == "takes too long" else PATIENCE) as r:
+        fence: Future[None] = Future()
+        owned = r.owns(layer)
+        r.pipeline.begin(ACTIVE, {layer: fence} if owned else None, guarded=True)
+        r.forward(1, 0, layer)
+        if owned and how == "fails":
+            r.settle()
+            fence.set_exception(ConnectionError("the pool is gone"))
+        elif owned and how == "is cancelled":
+            r.settle()
+            fence.cancel()
+        return _failure(r, layer)
+
+
+def load_after_its_time(rank: Rank, kind: DeviceKind) -> Failure:
+    """The load of layer 0 ends after its time, when the bytes before it have been broadcast."""
+    with rig(rank, kind, policy=BroadcastPolicy.FULL, load_timeout=SOON) as r:
+        fence: Future[None] = Future()
+        r.pipeline.begin(ACTIVE, {0: fence} if r.owns(0) else None, guarded=True)
+        if r.owns(0):
+            r.device.transfer.record().wait(PATIENCE)
+            r.load(0, 2, fence)
+        return _failure(r, 0)
+
+
+def _failure(r: Rig, layer: int) -> Failure:
+    message = cause = ""
+    try:
+        r.acquire(layer)
+        r.read(layer, generation=2)
+    except LoadFailed as error:
+        message, cause = str(error), repr(error.__cause__)
+    complaints = r.complaints()
+    r.pipeline.abort()
+    for ordinal in r.memory.placement.owned:
+        r.write(ordinal, generation=3)
+    r.step(3)
+    return Failure(message, cause, r.pipeline.stats.load_failures, complaints + r.complaints())
+
+
+def interrupted(rank: Rank, kind: DeviceKind, how: Exit) -> Interrupted:
+    """The forward raises while layer 2 is in flight, held by its load on rank 0."""
+    with rig(rank, kind) as r:
+        fence: Future[None] = Future()
+        r.pipeline.begin(ACTIVE, {2: fence} if r.owns(2) else None, guarded=True)
+        r.forward(1, 0, 2)
+
+        return _leave(r, how, (lambda: r.load(2, 1, fence)) if r.owns(2) else None)
+
+
+def interrupted_after_last(rank: Rank, how: Exit) -> Interrupted:
+    """All layers have been acquired, but the last one has not been received by rank 0 yet."""
+    device = SimulatedDevice()
+    with rig(rank, device) as r:
+        gate = device.hold("transfer", "broadcast of layer 7")
+        r.pipeline.begin(ACTIVE)
+        r.forward(1)
+        return _leave(r, how, gate.open)
+
+
+def _leave(r: Rig, how: Exit, release: Callable[[], None] | None) -> Interrupted:
+    """Abort or close in this thread; let the transfer go on from another one, later.
+
+    The rank that has no ``release`` waits for the other rank.
+    """
+    returned = threading.Event()
+    early = Future[bool]()
+
+    def release_later() -> None:
+        if release is None:
+            early.set_result(False)
+        else:
+            early.set_result(returned.wait(EARLY))
+            release()
+
+    with r.background(release_later):
+        if how == "end and close":
+            r.pipeline.end()
+        if how == "abort":
+            r.pipeline.abort()
+        else:
+            r.pipeline.close()
+        in_flight, started = r.group.in_flight, len(r.group.sent)
+        returned.set()
+    refusal = ""
+    complaints = r.complaints()
+    later = len(r.group.sent) - started
+    if how == "abort":
+        r.step(1)
+        complaints += r.complaints()
+    else:
+        with pytest.raises(PipelineClosed) as refused:
+            r.pipeline.begin(ACTIVE)
+        refusal = str(refused.value)
+    return Interrupted(early.result(), in_flight, later, refusal, complaints)
+
+
+class Lost(NamedTuple):
+    """What the remaining rank saw."""
+
+    message: str  # of the TransferTimeout
+    abort: str  # error of abort()
+    begin: str  # error of the next begin()
+    acquire: str  # error of an acquire() after that
+    seconds: float
+
+
+def lost_peer(rank: Rank, kind: DeviceKind, lost: int) -> Lost | None:
+    """Rank ``lost`` does not take part in the step."""
+    r = make_rig(rank, kind, timeout=SOON, load_timeout=SOON)
+    abandon(r)
+    if rank.rank == lost:
+        rank.barrier()
+        return None
+    started = time.monotonic()
+    messages = []
+    r.pipeline.begin(ACTIVE)
+    if kind == "cpu":  # an asynchronous device notices when the host waits for it
+        with pytest.raises(TransferTimeout) as timeout:
+            r.acquire(0)
+        messages.append(str(timeout.value))
+    with pytest.raises(TransferTimeout) as aborted:
+        r.pipeline.abort()
+    messages.append(str(aborted.value))
+    with pytest.raises(PipelineClosed) as refused:
+        r.pipeline.begin(ACTIVE)
+    with pytest.raises(PipelineClosed) as untouchable:
+        r.acquire(0)
+    with pytest.raises(TransferTimeout):
+        r.pipeline.close()
+    r.pipeline.close()
+    seconds = time.monotonic() - started
+    rank.barrier()
+    return Lost(messages[0], messages[-1], str(refused.value), str(untouchable.value), seconds)
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "takes too long"])
+@pytest.mark.parametrize("layer", [0, 2, 5])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_failed_load_raises_on_every_rank_and_the_next_step_is_right(
+    world2: GlooWorld, kind: DeviceKind, layer: int, how: How
+) -> None:
+    results = world2.run(failed_load, kind, layer, how)
+    for failure in results:
+        verb = "did not end within" if how == "takes too long" else "failed"
+        assert f"the load of layer {layer} {verb}" in failure.message
+        assert f"its owner, rank {layer // 4}" in failure.message
+        assert failure.load_failures == 1
+        assert failure.complaints == []
+    causes = {"fails": "ConnectionError('the pool is gone')", "is cancelled": "CancelledError()"}
+    assert results[layer // 4].cause == causes.get(how, "None")
+    assert results[1 - layer // 4].cause == "None"
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_load_that_ends_after_its_time_is_not_taken_for_good(
+    world2: GlooWorld, kind: DeviceKind
+) -> None:
+    """The bytes before the load have been sent: nobody may believe them."""
+    for failure in world2.run(load_after_its_time, kind):
+        assert "the load of layer 0 did not end within" in failure.message
+        assert failure.complaints == []
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_abort_and_close_wait_for_the_transfer_in_flight(
+    world2: GlooWorld, kind: DeviceKind, how: Exit
+) -> None:
+    for seen in world2.run(interrupted, kind, how):
+        _assert_nothing_lingers(seen, how)
+
+
+@pytest.mark.parametrize("how", ["abort", "close", "end and close"])
+def test_abort_and_close_wait_for_a_last_layer_that_was_acquired_and_not_received(
+    world2: GlooWorld, how: Exit
+) -> None:
+    """Only an asynchronous device returns from acquire() that early."""
+    for seen in world2.run(interrupted_after_last, how):
+        _assert_nothing_lingers(seen, how)
+
+
+def _assert_nothing_lingers(seen: Interrupted, how: Exit) -> None:
+    assert not seen.early
+    assert seen.in_flight == 0
+    assert seen.started_later == 0
+    assert seen.complaints == []
+    assert ("closed" in seen.refusal) == (how != "abort")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_peer_that_never_joins_is_a_timeout_that_names_layer_and_owner(
+    world2: GlooWorld, kind: DeviceKind, lost: int
+) -> None:
+    """After it the pipeline refuses to go on: what hangs may still write the buffer."""
+    seen = world2.run(lost_peer, kind, lost)[1 - lost]
+    assert seen is not None
+    for message in (seen.message, seen.abort):
+        assert "the broadcast of layer 0" in message
+        assert "from rank 0" in message
+    assert "broken" in seen.begin
+    assert "broken" in seen.acquire
+    assert seen.seconds < PATIENCE

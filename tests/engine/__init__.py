@@ -1,0 +1,1 @@
+"""KVPP in real vLLM engines."""

@@ -1,0 +1,245 @@
+"""A real vLLM engine under a script: requests that arrive, are aborted, and answers to compare."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Answer",
+    "Engine",
+    "Request",
+    "Script",
+    "Trace",
+    "kvpp_off",
+    "kvpp_on",
+    "random_tokens",
+    "start_engine",
+]
+
+VOCABULARY = 512
+MAX_STEPS = 2000  # a script that is not done by then hangs
+EXTENSION = "tests.engine.faults.WorkerFaults"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt (token ids), when it arrives (before which step), and when it is aborted."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 8
+    arrives: int = 0
+    aborted: int | None = None
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Requests in the order in which they are sent."""
+
+    requests: tuple[Request, ...]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """The answers of a script, and the schedule that led to them."""
+
+    answers: list[Answer]
+    schedule: list[list[tuple[int, int]]]  # per step: (request number, tokens scheduled)
+    preemptions: int
+
+
+def kvpp_on(**options: Any) -> dict[str, Any]:
+    """additional_config with KVPP on and scratch poisoned, so that a missing broadcast shows."""
+    return {"enable_kvpp": True, "kvpp": {"poison_scratch": True, **options}}
+
+
+def kvpp_off() -> dict[str, Any]:
+    """additional_config of the engine to compare with: the CPU profile alone."""
+    return {"kvpp": {"cpu_profile": True}}
+
+
+def random_tokens(seed: int, count: int) -> tuple[int, ...]:
+    """``count`` token ids that depend on ``seed`` alone."""
+    numbers = random.Random(seed)
+    return tuple(numbers.randrange(2, VOCABULARY) for _ in range(count))
+
+
+class Engine:
+    """An LLM whose steps the test drives."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._scripts = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the engine serves with."""
+        return int(self._llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+
+    @property
+    def vllm_config(self) -> Any:
+        """The engine's configuration."""
+        return self._llm.llm_engine.vllm_config
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker; the answers by rank."""
+        answers: list[Any] = self._llm.collective_rpc(method, args=args)
+        return answers
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, so that a script starts from nothing."""
+        assert self._llm.reset_prefix_cache()
+
+    def run(self, script: Script, at_step: Mapping[int, tuple[str, Any]] | None = None) -> Trace:
+        """Run a script to its end; ``at_step`` calls worker methods before the given steps."""
+        self._scripts += 1
+        engine, scheduler = self._llm.llm_engine, self._scheduler
+        ids = {f"{self._scripts}-{n}": n for n in range(len(script.requests))}
+        trace = Trace([Answer() for _ in script.requests], [], 0)
+        preempted = _count_preemptions(scheduler)
+        for step in range(MAX_STEPS):
+            if step in (at_step or {}):
+                method, argument = (at_step or {})[step]
+                self.call(method, argument)
+            self._arrivals(script, step, ids)
+            if not engine.has_unfinished_requests():
+                if all(request.arrives < step for request in script.requests):
+                    break
+                continue
+            with _recorded(scheduler) as outputs:
+                results = engine.step()
+            trace.schedule += [_read_schedule(output, ids) for output in outputs]
+            for result in results:
+                _read_answer(trace.answers[ids[result.request_id]], result)
+        else:
+            raise AssertionError(f"the script did not end within {MAX_STEPS} steps")
+        trace.preemptions = _count_preemptions(scheduler) - preempted
+        return trace
+
+    def stop(self) -> None:
+        """End the workers."""
+        self._llm.llm_engine.engine_core.shutdown()
+        gc.collect()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core.scheduler
+
+    def _arrivals(self, script: Script, step: int, ids: Mapping[str, int]) -> None:
+        from vllm import SamplingParams
+
+        for name, number in ids.items():
+            request = script.requests[number]
+            if request.arrives == step:
+                sampling = SamplingParams(
+                    temperature=0,
+                    max_tokens=request.max_tokens,
+                    ignore_eos=True,
+                    logprobs=1,
+                    detokenize=False,
+                )
+                self._llm.llm_engine.add_request(
+                    name, {"prompt_token_ids": list(request.prompt)}, sampling
+                )
+            if request.aborted == step:
+                self._llm.llm_engine.abort_request([name])
+
+
+@contextmanager
+def start_engine(
+    model: Path,
+    additional_config: dict[str, Any],
+    *,
+    tp: int = 2,
+    blocks: int | None = None,
+    memory: int = 64 << 20,
+    **options: Any,
+) -> Iterator[Engine]:
+    """Start an engine with ``memory`` bytes of KV memory per rank, or ``blocks`` blocks of it."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": 64,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "worker_extension_cls": EXTENSION,
+        **options,
+    }
+    llm = LLM(
+        str(model),
+        additional_config=additional_config,
+        tensor_parallel_size=tp,
+        kv_cache_memory_bytes=memory,
+        num_gpu_blocks_override=blocks,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        attention_backend="CPU_MLA",
+        seed=0,
+        **settings,
+    )
+    engine = Engine(llm)
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+@contextmanager
+def _recorded(scheduler: Any) -> Iterator[list[Any]]:
+    """Keep what the scheduler decides while the block runs."""
+    outputs: list[Any] = []
+    original = scheduler.schedule
+
+    def schedule(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        outputs.append(output)
+        return output
+
+    scheduler.schedule = schedule
+    try:
+        yield outputs
+    finally:
+        scheduler.schedule = original
+
+
+def _read_schedule(output: Any, ids: Mapping[str, int]) -> list[tuple[int, int]]:
+    """(request number, tokens), whatever suffix the engine gave the request ids."""
+    return sorted(
+        (number, tokens)
+        for request_id, tokens in output.num_scheduled_tokens.items()
+        for name, number in ids.items()
+        if request_id == name or request_id.startswith(f"{name}-")
+    )
+
+
+def _read_answer(answer: Answer, result: Any) -> None:
+    completion = result.outputs[0]
+    answer.tokens = list(completion.token_ids)
+    answer.logprobs = [
+        entry[token].logprob
+        for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    answer.cached_tokens = result.num_cached_tokens or 0
+    answer.finish_reason = completion.finish_reason
+
+
+def _count_preemptions(scheduler: Any) -> int:
+    requests: Sequence[Any] = [*scheduler.requests.values()]
+    return sum(request.num_preemptions for request in requests)
