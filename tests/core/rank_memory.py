@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +21,10 @@ from kvpp_core.ownership import assign_owners
 
 __all__ = [
     "POISON",
+    "Model",
     "RankMemory",
-    "draft_bundles",
-    "make_placement",
     "pattern",
-    "uneven_bundles",
+    "uneven_model",
 ]
 
 GUARD = 333  # sentinel bytes before and after the buffer; odd, so that the view is unaligned
@@ -32,8 +32,21 @@ SENTINEL = 0xA5
 POISON = 0xFF  # never part of a pattern
 
 
-def uneven_bundles(layers: int) -> tuple[LayerBundle, ...]:
-    """Target bundles as SFA-C8 with LI-C8 has them (blocks of 4 tokens).
+class Model(NamedTuple):
+    """The caches of one PP stage."""
+
+    bundles: tuple[LayerBundle, ...]
+    drafts: tuple[LayerBundle, ...] = ()
+    alignment: int = 1  # bytes
+
+    def placement(self, ranks: int, rank: int) -> Placement:
+        """The model spread over ``ranks`` ranks, seen from ``rank``."""
+        owners = assign_owners(self.bundles, ranks)
+        return Placement(self.bundles, owners, ranks, rank, self.drafts, self.alignment)
+
+
+def uneven_model(layers: int) -> Model:
+    """A model as SFA-C8 with LI-C8 lays it out (blocks of 4 tokens), and a draft layer.
 
     Every third layer has main, indexer and scale, the others have main only.
     """
@@ -46,21 +59,8 @@ def uneven_bundles(layers: int) -> tuple[LayerBundle, ...]:
                 Component(f"layers.{layer}.indexer.scale", 4 * 4),
             ]
         bundles.append(LayerBundle(layer, tuple(components)))
-    return tuple(bundles)
-
-
-def draft_bundles(count: int) -> tuple[LayerBundle, ...]:
-    """Draft bundles, which every rank keeps whole."""
-    return tuple(
-        LayerBundle(1000 + i, (Component(f"mtp.{i}.attn", 656 * 4), Component(f"mtp.{i}.idx", 528)))
-        for i in range(count)
-    )
-
-
-def make_placement(layers: int, ranks: int, rank: int, drafts: int = 1) -> Placement:
-    """``layers`` uneven bundles over ``ranks`` ranks, seen from ``rank``."""
-    bundles = uneven_bundles(layers)
-    return Placement(bundles, assign_owners(bundles, ranks), ranks, rank, draft_bundles(drafts))
+    draft = LayerBundle(layers, (Component("mtp.attn", 656 * 4), Component("mtp.indexer", 132 * 4)))
+    return Model(tuple(bundles), (draft,))
 
 
 def pattern(component: str, block: int, writer: int, generation: int, size: int) -> torch.Tensor:
@@ -106,10 +106,14 @@ class RankMemory:
             self._imagine(draft, range(self.num_blocks), self.placement.rank, generation)
 
     def poison_slot(self, slot: int) -> None:
-        """Fill a scratch slot with POISON."""
+        """Fill a scratch slot with POISON, and the image."""
         span = self.layout.slots[slot]
         self.buffer[span.offset : span.end].fill_(POISON)
-        self._image_of(span).fill_(POISON)
+        self.expect_poison(slot)
+
+    def expect_poison(self, slot: int) -> None:
+        """The image's scratch slot is filled with POISON."""
+        self._image_of(self.layout.slots[slot]).fill_(POISON)
 
     def expect(self, ordinal: int, blocks: Iterable[int], generation: int) -> None:
         """The image gets its owner's bytes in ``blocks`` of a target bundle, and nothing else."""

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from kvpp_core.device.base import Device, Fence, Work
 from kvpp_core.device.cpu import CpuDevice
 from kvpp_core.group import KvppGroup, make_group
-from kvpp_core.layout import Placement
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, cost_model
 from tests.core.gloo_world import Rank
-from tests.core.rank_memory import RankMemory, make_placement
+from tests.core.rank_memory import Model, RankMemory, uneven_model
 from tests.core.simulated_device import SimulatedDevice
 
 __all__ = [
@@ -183,7 +182,7 @@ def make_rig(
     rank: Rank,
     device: Device | DeviceKind,
     *,
-    placement: Placement | None = None,
+    model: Model | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     policy: BroadcastPolicy = BroadcastPolicy.AUTO,
     staging_blocks: float = 2.5,
@@ -194,13 +193,12 @@ def make_rig(
 ) -> Rig:
     """Build a rig. Collective over the world.
 
-    Without ``placement`` 8 layers are spread over one group of all ranks. ``staging_blocks`` is
-    the staging memory in blocks of the largest bundle.
+    Without ``model`` 8 uneven layers, without ``groups`` one group of all ranks. ``staging_blocks``
+    is the staging memory in blocks of the largest bundle.
     """
     groups = [list(range(rank.size))] if groups is None else groups
     group = RecordingGroup(make_group(groups, rank.rank, "gloo", PATIENCE))
-    if placement is None:
-        placement = make_placement(8, group.size, group.rank)
+    placement = (model or uneven_model(8)).placement(group.size, group.rank)
     if device == "cpu":
         device = CpuDevice(timeout)
     elif device == "simulated":

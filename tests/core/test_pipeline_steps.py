@@ -30,7 +30,7 @@ def wrong_orders(rank: Rank, kind: DeviceKind) -> dict[str, str]:
         r.forward(1, 0, 2)
         said["skip"] = _message(AcquireOrderError, lambda: r.acquire(3))
         said["back"] = _message(AcquireOrderError, lambda: r.acquire(0))
-        for unknown in ("layers.99.attn", "mtp.0.attn"):
+        for unknown in ("layers.99.attn", "mtp.attn"):
             said[unknown] = _message(AcquireOrderError, lambda u=unknown: r.pipeline.acquire(u))  # type: ignore[misc]
         r.forward(1, 2)
         said["after the last"] = _message(AcquireOrderError, lambda: r.acquire(0))
@@ -121,7 +121,7 @@ def test_a_layer_out_of_order_is_an_error_that_names_both(
         "skip": "layer 3 (layers.3.attn) was touched after layer 1; expected layer 2",
         "back": "layer 0 (layers.0.indexer.scale) was touched after layer 1; expected layer 2",
         "layers.99.attn": "'layers.99.attn' is no cache of a target layer of this rank",
-        "mtp.0.attn": "'mtp.0.attn' is no cache of a target layer of this rank",
+        "mtp.attn": "'mtp.attn' is no cache of a target layer of this rank",
         "after the last": "layer 0 (layers.0.indexer.scale) was touched after layer 7; "
         "expected the last layer",
     }

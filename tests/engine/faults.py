@@ -15,35 +15,15 @@ class WorkerFaults:
         pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
         pipeline._transfer.start = lambda *args: None
 
-    def fault_flip_byte(self, block: int) -> int:
-        """Flip one bit of the exponent of one value that this rank's first owned layer keeps.
-
-        Returns the layer's index, -1 when this rank owns nothing.
-        """
+    def fault_flip_bit(self, block: int) -> None:
+        """Flip one bit of one value that rank 0 keeps of ``block``, in its first owned layer."""
         pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
         placement = pipeline.layout.placement
-        if not placement.owned:
-            return -1
-        bundle = placement.bundles[placement.owned[0]]
-        component = bundle.components[0]
-        offset = pipeline.layout.components[component.name].offset
-        pipeline._buffer[offset + block * component.bytes_per_block + 3] ^= 0x40
-        return int(bundle.layer)
-
-    def fault_raise_in_layer(self, layer: str) -> None:
-        """Raise in the middle of the next forward, at the given layer, on every rank."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        module = runner.get_model().get_submodule(layer)
-
-        def fail(*args: Any) -> None:
-            handle.remove()
-            raise RuntimeError(f"injected fault at {layer}")
-
-        handle = module.register_forward_pre_hook(fail)
-
-    def fault_missing_manifest(self, _: Any = None) -> str:
-        """The digest of this rank's manifest."""
-        return str(self.kvpp_layout()["manifest"])  # type: ignore[attr-defined]
+        if placement.rank == 0:
+            component = placement.bundles[placement.owned[0]].components[0]
+            offset = pipeline.layout.components[component.name].offset
+            # The last byte of the block's first float32: a bit of its exponent.
+            pipeline._buffer[offset + block * component.bytes_per_block + 3] ^= 1
 
     def observe_allocation(self, _: Any = None) -> dict[str, int]:
         """Bytes under the caches of this rank, as torch sees them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,6 @@ class Request:
     max_tokens: int = 8
     arrives: int = 0
     aborted: int | None = None
-    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class Trace:
 
     answers: list[Answer]
     schedule: list[list[tuple[int, int]]]  # per step: (request number, tokens scheduled)
-    preemptions: int
+    preemptions: int  # how often a preempted request was taken up again
 
 
 def kvpp_on(**options: Any) -> dict[str, Any]:
@@ -106,30 +105,36 @@ class Engine:
         """Forget cached prefixes, so that a script starts from nothing."""
         assert self._llm.reset_prefix_cache()
 
-    def run(self, script: Script, at_step: Mapping[int, tuple[str, Any]] | None = None) -> Trace:
-        """Run a script to its end; ``at_step`` calls worker methods before the given steps."""
+    def first_block(self) -> int:
+        """The id of the first block of the oldest running request."""
+        request = self._scheduler.running[0]
+        return int(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][0])
+
+    def run(
+        self, script: Script, at_step: Mapping[int, Callable[[Engine], object]] | None = None
+    ) -> Trace:
+        """Run a script to its end; ``at_step`` is called before the given steps."""
         self._scripts += 1
-        engine, scheduler = self._llm.llm_engine, self._scheduler
+        engine = self._llm.llm_engine
         ids = {f"{self._scripts}-{n}": n for n in range(len(script.requests))}
         trace = Trace([Answer() for _ in script.requests], [], 0)
-        preempted = _count_preemptions(scheduler)
         for step in range(MAX_STEPS):
-            if step in (at_step or {}):
-                method, argument = (at_step or {})[step]
-                self.call(method, argument)
+            if at_step is not None and step in at_step:
+                at_step[step](self)
             self._arrivals(script, step, ids)
             if not engine.has_unfinished_requests():
                 if all(request.arrives < step for request in script.requests):
                     break
                 continue
-            with _recorded(scheduler) as outputs:
+            with _recorded(self._scheduler) as outputs:
                 results = engine.step()
-            trace.schedule += [_read_schedule(output, ids) for output in outputs]
+            for output in outputs:
+                trace.schedule.append(_read_schedule(output, ids))
+                trace.preemptions += len(output.scheduled_cached_reqs.resumed_req_ids)
             for result in results:
                 _read_answer(trace.answers[ids[result.request_id]], result)
         else:
             raise AssertionError(f"the script did not end within {MAX_STEPS} steps")
-        trace.preemptions = _count_preemptions(scheduler) - preempted
         return trace
 
     def stop(self) -> None:
@@ -238,8 +243,3 @@ def _read_answer(answer: Answer, result: Any) -> None:
     ]
     answer.cached_tokens = result.num_cached_tokens or 0
     answer.finish_reason = completion.finish_reason
-
-
-def _count_preemptions(scheduler: Any) -> int:
-    requests: Sequence[Any] = [*scheduler.requests.values()]
-    return sum(request.num_preemptions for request in requests)
