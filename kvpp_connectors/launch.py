@@ -46,7 +46,9 @@ class Launch:
     pcp: int = 1
     dcp: int = 1
     num_layers: int = 27
+    device_type: str = "cpu"
     use_mla: bool = True
+    is_sparse: bool = False
     is_hybrid: bool = False
     enforce_eager: bool = True
     cudagraph_mode: str = "NONE"
@@ -85,7 +87,9 @@ def launch_from_vllm(config: Any) -> Launch:
         pcp=parallel.prefill_context_parallel_size,
         dcp=parallel.decode_context_parallel_size,
         num_layers=model.get_total_num_hidden_layers(),
+        device_type=config.device_config.device_type,
         use_mla=model.use_mla,
+        is_sparse=hasattr(model.hf_text_config, "index_topk"),
         is_hybrid=model.is_hybrid,
         enforce_eager=model.enforce_eager,
         cudagraph_mode=_mode_name(config.compilation_config.cudagraph_mode),

@@ -6,6 +6,7 @@ launch that does not ask for us the wrapper calls the original and nothing else.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 __all__ = ["register"]
@@ -17,6 +18,8 @@ def register() -> None:
     """Wrap the platform's configuration hook. May be called any number of times."""
     from vllm.platforms import current_platform
 
+    if current_platform.device_type == "npu" and find_spec("vllm_ascend.distributed.kvpp"):
+        return  # vllm-ascend >= 0.28 has a KVPP of its own under the same switch
     platform = type(current_platform)
     original = platform.check_and_update_config
     if getattr(original, _MARK, False):

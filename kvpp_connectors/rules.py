@@ -137,6 +137,15 @@ LAUNCH_RULES = (
         remedy="Serve a non-hybrid MLA or SFA model, or switch KVPP off.",
     ),
     LaunchRule(
+        name="no-sparse-attention-on-cuda-yet",
+        option="--model",
+        broken=lambda launch: launch.is_sparse and launch.device_type == "cuda",
+        value=lambda launch: launch.model,
+        reason="On CUDA a sparse model writes its caches in a fused kernel at the start of the "
+        "layer, before the place where this release waits for them.",
+        remedy="Serve an MLA model without an indexer, or switch KVPP off.",
+    ),
+    LaunchRule(
         name="no-full-graphs",
         option="--compilation-config.cudagraph_mode",
         broken=lambda launch: not launch.enforce_eager and launch.cudagraph_mode in MLA_FULL_GRAPHS,

@@ -42,6 +42,7 @@ class StageCapacity:
     stage: int
     layers: tuple[int, ...]  # transformer layers of the stage
     owned_layers: tuple[tuple[int, ...], ...]  # by group rank
+    draft_layers: int  # kept whole by every rank of the stage
     bytes_per_block_off: int  # a rank without KVPP: everything
     bytes_per_block_on: tuple[int, ...]  # by group rank: section 2.2
     memory: int  # KV memory of each rank
@@ -109,13 +110,15 @@ class DeploymentCapacity:
         stage = self.stages[self.binding_stage_on]
         rank = stage.binding_rank
         owned = len(stage.owned_layers[rank])
+        drafts = f", {stage.draft_layers} draft layers" if stage.draft_layers else ""
+        reserve = f" after a reserve of {stage.reserve:,} bytes" if stage.reserve else ""
         lines = [
             f"KVPP off: {self.tokens_off:,} tokens ({self.blocks_off:,} blocks), bound by stage "
             f"{self.binding_stage_off}.",
             f"KVPP on: {self.tokens_on:,} tokens ({self.blocks_on:,} blocks), bound by rank {rank} "
-            f"of stage {stage.stage}: {owned} owned layers and {SCRATCH_SLOTS} scratch slots take "
-            f"{stage.bytes_per_block_on[rank]:,} bytes per block, against "
-            f"{stage.bytes_per_block_off:,} for all {len(stage.layers)} layers.",
+            f"of stage {stage.stage}{reserve}: {owned} of {len(stage.layers)} target layers"
+            f"{drafts} and {SCRATCH_SLOTS} scratch slots take {stage.bytes_per_block_on[rank]:,} bytes per "
+            f"block, against {stage.bytes_per_block_off:,} for everything.",
         ]
         if self.ratio <= 1:
             lines.append(
@@ -162,6 +165,7 @@ def stage_capacity(
         stage=stage,
         layers=tuple(bundle.layer for bundle in bundles),
         owned_layers=tuple(tuple(bundles[i].layer for i in p.owned) for p in placements),
+        draft_layers=len(drafts),
         bytes_per_block_off=logical,
         bytes_per_block_on=tuple(p.physical_bytes_per_block for p in placements),
         memory=memory,

@@ -99,9 +99,11 @@ def check_step(r: Rig, name: str, active: Sequence[int], generation: int, seen: 
         if not r.owns(ordinal):
             full = mode is Mode.FULL
             memory.expect(ordinal, range(memory.num_blocks) if full else active, generation)
-        seen.bytes += [f"{name}, layer {ordinal}: {found}" for found in memory.difference(filling)]
+        seen.bytes.extend(
+            f"{name}, layer {ordinal}: {found}" for found in memory.difference(filling)
+        )
     r.pipeline.end()
-    seen.bytes += [f"{name}, at the end: {found}" for found in memory.difference()]
+    seen.bytes.extend(f"{name}, at the end: {found}" for found in memory.difference())
     sent = r.group.sent_bytes - sent_before
     counted = r.pipeline.stats.bytes.total() - stats_before
     seen.traffic.extend(_traffic(r, name, active, modes, sent, counted))
