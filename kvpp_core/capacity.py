@@ -117,8 +117,9 @@ class DeploymentCapacity:
             f"{self.binding_stage_off}.",
             f"KVPP on: {self.tokens_on:,} tokens ({self.blocks_on:,} blocks), bound by rank {rank} "
             f"of stage {stage.stage}{reserve}: {owned} of {len(stage.layers)} target layers"
-            f"{drafts} and {SCRATCH_SLOTS} scratch slots take {stage.bytes_per_block_on[rank]:,} bytes per "
-            f"block, against {stage.bytes_per_block_off:,} for everything.",
+            f"{drafts} and {SCRATCH_SLOTS} scratch slots take "
+            f"{stage.bytes_per_block_on[rank]:,} bytes per block, against "
+            f"{stage.bytes_per_block_off:,} for everything.",
         ]
         if self.ratio <= 1:
             lines.append(
