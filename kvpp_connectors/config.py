@@ -60,13 +60,16 @@ class KvppOptions(BaseModel):
         default=1, ge=1, description="every layer's cache starts at a multiple of this"
     )
     transfer_timeout_s: float = Field(
-        default=120.0, gt=0, strict=False, description="bound of each wait for a broadcast"
+        default=120.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="bound of each wait for a broadcast, in seconds",
     )
     load_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        strict=False,
-        description="bound of a connector's load of one layer, once the layer is due",
+        allow_inf_nan=False,
+        description="bound of a connector's load of one layer, once the layer is due, in seconds",
     )
     poison_scratch: bool = Field(
         default=False,

@@ -17,6 +17,7 @@ class Connector:
     name: str
     role: str | None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    malformed_extra: object = None  # what stands there instead of an object
 
     @property
     def children(self) -> tuple[Connector, ...]:
@@ -25,14 +26,8 @@ class Connector:
         if not isinstance(listed, Sequence) or isinstance(listed, str):
             return ()
         return tuple(
-            Connector(
-                path=f"{self.path}.kv_connector_extra_config.connectors[{index}]",
-                name=str(child.get("kv_connector")),
-                role=child.get("kv_role"),
-                extra=child.get("kv_connector_extra_config") or {},
-            )
+            _child(f"{self.path}.kv_connector_extra_config.connectors[{index}]", child)
             for index, child in enumerate(listed)
-            if isinstance(child, Mapping)
         )
 
 
@@ -110,6 +105,21 @@ def _connector(transfer: Any) -> Connector:
         name=transfer.kv_connector,
         role=transfer.kv_role,
         extra=transfer.kv_connector_extra_config,
+    )
+
+
+def _child(path: str, child: object) -> Connector:
+    """A child of a MultiConnector. One that is no object gets a name that no connector has."""
+    if not isinstance(child, Mapping):
+        return Connector(path, name=f"{child!r}, which is no object", role=None)
+    extra = child.get("kv_connector_extra_config") or {}
+    malformed = None if isinstance(extra, Mapping) else extra
+    return Connector(
+        path=path,
+        name=str(child.get("kv_connector")),
+        role=child.get("kv_role"),
+        extra=extra if malformed is None else {},
+        malformed_extra=malformed,
     )
 
 

@@ -249,6 +249,15 @@ CONNECTOR_RULES = (
         remedy=f"List {P2P} and {POOL} in kv_connector_extra_config.connectors.",
     ),
     ConnectorRule(
+        name="extra-is-an-object",
+        key="kv_connector_extra_config",
+        applies_to=(),
+        broken=lambda connector: connector.malformed_extra is not None,
+        value=lambda connector: repr(connector.malformed_extra),
+        reason="A connector's own settings must be a JSON object.",
+        remedy='Write {"key": value}, or leave it out.',
+    ),
+    ConnectorRule(
         name="prefill-side-only",
         key="kv_role",
         applies_to=(P2P,),

@@ -9,6 +9,7 @@ __all__ = [
     "ManifestMismatch",
     "PipelineClosed",
     "PlanError",
+    "TransferFailed",
     "TransferTimeout",
 ]
 
@@ -27,6 +28,10 @@ class ManifestMismatch(KvppError):
 
 class AcquireOrderError(KvppError):
     """A layer was acquired out of order, twice, or not at all."""
+
+
+class TransferFailed(KvppError):
+    """A collective ended with an error: a rank of the group is gone, or its connection is."""
 
 
 class TransferTimeout(KvppError):

@@ -80,7 +80,8 @@ class BundleTransfer:
         places, offset = [], 0
         for rows in self._components(ordinal):
             size = blocks * rows.shape[1]
-            places.append((rows, message[offset : offset + size].view(blocks, rows.shape[1])))
+            place = message[offset : offset + size].view(blocks, rows.shape[1])
+            places.append(_widened(rows, place))
             offset += size
         return places
 
@@ -105,6 +106,15 @@ class BundleTransfer:
         bundle = self._layout.placement.bundles[ordinal]
         owner = self._group.ranks[self._layout.placement.owners[ordinal]]
         return f"the broadcast of layer {bundle.layer} ({part}) from rank {owner}"
+
+
+def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as the widest integers that fit: torch scatters int8 rows 6 to 10 times slower."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        offsets = (rows.storage_offset(), rows.stride(0), place.storage_offset(), place.stride(0))
+        if all(offset % dtype.itemsize == 0 for offset in offsets):
+            return rows.view(dtype), place.view(dtype)
+    return rows, place
 
 
 def _gather(

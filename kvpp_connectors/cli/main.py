@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from kvpp_connectors.cli.bench import bench
 from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
@@ -21,6 +22,7 @@ app.command()(plan)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(check)
 app.command()(doctor)
 app.command()(demo)
+app.command()(bench)
 
 
 def main() -> None:

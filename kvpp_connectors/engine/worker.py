@@ -51,16 +51,18 @@ class KvppWorkerMixin:
         """Check the seams and make the group before anything costly is done."""
         hooks.check_hooks()
         super().init_device()  # type: ignore[misc]
-        self._kvpp_options = read_settings(self.vllm_config.additional_config)[0].options
+        options = read_settings(self.vllm_config.additional_config)[0].options
+        self._kvpp_options = options
         self._kvpp_group = groups.create(
             self.parallel_config.tensor_parallel_size,
             self.parallel_config.prefill_context_parallel_size,
             self.device,
-            self._kvpp_options.transfer_timeout_s,
+            # A receiver waits for the owner's load and for the bytes.
+            options.transfer_timeout_s + options.load_timeout_s,
         )
         # Taken now, so that vLLM's memory measurement sees it.
         self._kvpp_staging = torch.zeros(
-            self._kvpp_options.staging_bytes, dtype=torch.int8, device=self.device
+            options.staging_bytes, dtype=torch.int8, device=self.device
         )
 
     def determine_available_memory(self) -> int:

@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from kvpp_core.device.base import Event, Fence, Work, await_fence
-from kvpp_core.errors import TransferTimeout
+from kvpp_core.errors import TransferFailed, TransferTimeout
 
 __all__ = ["CpuDevice", "CpuStream", "HostStream"]
 
@@ -239,7 +239,9 @@ class _WorkPending:
                     f"{self._what} did not end within {timeout:.1f} s; "
                     "is a rank of the group stuck or gone?"
                 ) from error
-            raise
+            raise TransferFailed(
+                f"{self._what} failed; is a rank of the group gone? {error}"
+            ) from error
 
 
 class _FencePending:
