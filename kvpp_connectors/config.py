@@ -63,13 +63,13 @@ class KvppOptions(BaseModel):
         default=120.0,
         gt=0,
         allow_inf_nan=False,
-        description="bound of each wait for a broadcast, in seconds",
+        description="bound of each wait for a broadcast",
     )
     load_timeout_s: float = Field(
         default=30.0,
         gt=0,
         allow_inf_nan=False,
-        description="bound of a connector's load of one layer, once the layer is due, in seconds",
+        description="bound of a connector's load of one layer, once the layer is due",
     )
     poison_scratch: bool = Field(
         default=False,

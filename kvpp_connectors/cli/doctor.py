@@ -94,6 +94,13 @@ def _vllm() -> Iterator[Finding]:
     from kvpp_connectors.engine.setup import KVPP_WORKERS
 
     yield Finding("vLLM", vllm_version(), True)
+    if _version("vllm") is None:
+        yield Finding(
+            "vllm command",
+            "does not start: it asks for a distribution named vllm",
+            None,
+            "python -m vllm.entrypoints.openai.api_server --model MODEL takes the same options",
+        )
     kind = current_platform.device_type
     worker = KVPP_WORKERS.get(kind)
     yield Finding(
