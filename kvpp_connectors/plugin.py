@@ -40,5 +40,5 @@ def register() -> None:
 def _concerns_us(additional_config: object) -> bool:
     """Whether a key is ours or may be a misspelt one of ours; who reads it says which."""
     return isinstance(additional_config, dict) and any(
-        "kvp" in k.lower() for k in additional_config
+        "kvp" in str(k).lower() for k in additional_config
     )

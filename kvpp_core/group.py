@@ -67,9 +67,12 @@ class KvppGroup:
         )
         parts = [torch.zeros_like(mine) for _ in self.ranks]
         dist.all_gather(parts, mine, group=self.control)
-        return [
-            part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
-        ]
+        # torch gathers in the order of global ranks, whatever order the group was made with.
+        gathered = {
+            rank: part[: int(size)].numpy().tobytes()
+            for rank, part, size in zip(sorted(self.ranks), parts, sizes, strict=True)
+        }
+        return [gathered[rank] for rank in self.ranks]
 
     def close(self) -> None:
         """Destroy both process groups. No collective may be under way."""

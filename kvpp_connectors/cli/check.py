@@ -54,7 +54,8 @@ class _NotALaunch(Exception):
 def check_line(line: Sequence[str]) -> tuple[bool, list[Problem]]:
     """Whether a launch line switches KVPP on, and every problem that it has."""
     arguments = _parse(line)
-    settings, problems = read_settings(arguments.additional_config or {})
+    given = arguments.additional_config  # text where it is no JSON, which vLLM refuses below
+    settings, problems = read_settings(given if isinstance(given, dict) else {})
     try:
         config = arguments.create_engine_config()
     except LaunchRefused as error:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def run_module(
         start_new_session=True,
     )
     assert child.stdout is not None
+    threading.Thread(target=_stop_when_over, args=(child,), daemon=True).start()
     try:
         with log.open("w") as file, console.status(f"{title}: starting") as status:
             for line in child.stdout:
@@ -60,6 +62,12 @@ def run_module(
         _stop(child)
     if code != 0:
         raise ChildFailed(f"{title}: exit code {code}. The end of {log}:\n{''.join(tail)}")
+
+
+def _stop_when_over(child: subprocess.Popen[str]) -> None:
+    """Once the child has ended, end what it left behind: that would hold its output open."""
+    child.wait()
+    _stop(child)
 
 
 def _stop(child: subprocess.Popen[str]) -> None:

@@ -1,7 +1,7 @@
 """The rotary self-check: does the model rotate strided inputs as a reference does?
 
-vLLM 0.32's CPU kernel ignores the strides of q_pe and k_pe, which are slices of wider tensors in
-every MLA model, and so rotates wrong values and writes over others.
+vLLM 0.32's CPU kernel takes the stride between heads for the stride between tokens. q_pe and k_pe
+are slices of wider tensors in every MLA model, so it rotates wrong values and writes over others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def check_model(model: torch.nn.Module) -> None:
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    seen: set[tuple[type, int]] = set()
+    seen: set[tuple[type, int, bool]] = set()
     for name, module in model.named_modules():
         if not isinstance(module, RotaryEmbeddingBase):
             continue
-        kind = (type(module), module.rotary_dim)
+        kind = (type(module), module.rotary_dim, module.is_neox_style)
         if kind not in seen:
             seen.add(kind)
             if complaint := check_rotary(module):
@@ -45,19 +45,20 @@ def check_rotary(rotary: Any) -> str | None:
     """Compare a rotary embedding on slices with its reference on dense copies.
 
     Returns what is wrong, or None. ``rotary`` is called as MLA attention calls it: q of shape
-    (tokens, heads, rotary_dim), k of (tokens, 1, rotary_dim), both slices of wider rows.
+    (tokens, heads, rotary_dim), k of (tokens, rotary_dim) with a head dimension put in, so that its
+    head stride is rotary_dim; both are slices of wider rows.
     """
     generator = torch.Generator().manual_seed(0)
     width = _LATENT + rotary.rotary_dim
     dtype = rotary.cos_sin_cache.dtype
     wide_q = torch.randn(_TOKENS, _HEADS, width, generator=generator).to(dtype)
-    wide_k = torch.randn(_TOKENS, 1, width, generator=generator).to(dtype)
+    wide_k = torch.randn(_TOKENS, width, generator=generator).to(dtype)
     positions = torch.arange(_TOKENS)
     dense_q = wide_q[..., _LATENT:].contiguous()
-    dense_k = wide_k[..., _LATENT:].contiguous()
+    dense_k = wide_k[..., _LATENT:].unsqueeze(1).contiguous()
     expected = rotary.forward_native(positions, dense_q, dense_k)
     before = wide_q[..., :_LATENT].clone(), wide_k[..., :_LATENT].clone()
-    rotated = rotary(positions, wide_q[..., _LATENT:], wide_k[..., _LATENT:])
+    rotated = rotary(positions, wide_q[..., _LATENT:], wide_k[..., _LATENT:].unsqueeze(1))
     for name, got, want in zip(("query", "key"), rotated, expected, strict=True):
         worst = (got.float() - want.float()).abs().max().item()
         if not worst <= _TOLERANCE:

@@ -20,14 +20,17 @@ from kvpp_core.layout import SCRATCH_SLOTS, Placement, Span, build_layout
 from kvpp_core.ownership import assign_owners
 
 __all__ = [
+    "ALIGNED",
     "POISON",
+    "UNALIGNED",
     "Model",
     "RankMemory",
     "pattern",
     "uneven_model",
 ]
 
-GUARD = 333  # sentinel bytes before and after the buffer; odd, so that the view is unaligned
+UNALIGNED = 333  # sentinel bytes before and after the buffer; odd, so that no word is aligned
+ALIGNED = 512
 SENTINEL = 0xA5
 POISON = 0xFF  # never part of a pattern
 
@@ -73,12 +76,14 @@ def pattern(component: str, block: int, writer: int, generation: int, size: int)
 class RankMemory:
     """Allocation, buffer (the view that KVPP gets) and image of one rank."""
 
-    def __init__(self, placement: Placement, num_blocks: int) -> None:
+    def __init__(self, placement: Placement, num_blocks: int, guard: int = UNALIGNED) -> None:
+        self._guard = guard
         self.placement = placement
         self.num_blocks = num_blocks
         self.layout = build_layout(placement, num_blocks)
-        self._whole = torch.full((GUARD + self.layout.size + GUARD,), SENTINEL, dtype=torch.uint8)
-        self.buffer = self._whole[GUARD : GUARD + self.layout.size]
+        size = guard + self.layout.size + guard
+        self._whole = torch.full((size,), SENTINEL, dtype=torch.uint8)
+        self.buffer = self._whole[guard : guard + self.layout.size]
         self.buffer.fill_(POISON)
         self._image = self._whole.clone()
 
@@ -146,13 +151,14 @@ class RankMemory:
         different = self._whole != self._image
         if except_slot is not None:
             span = self.layout.slots[except_slot]
-            different[GUARD + span.offset : GUARD + span.end] = False
+            different[self._guard + span.offset : self._guard + span.end] = False
         if not bool(different.any()):
             return []
         first = int(different.nonzero()[0])
         return [
             f"rank {self.placement.rank}: {int(different.sum())} wrong bytes; the first at "
-            f"{first - GUARD} ({self._place(first - GUARD)}): {int(self._whole[first])}, "
+            f"{first - self._guard} ({self._place(first - self._guard)}): "
+            f"{int(self._whole[first])}, "
             f"expected {int(self._image[first])}"
         ]
 
@@ -174,7 +180,7 @@ class RankMemory:
                 rows[block] = pattern(component.name, block, writer, generation, size)
 
     def _image_of(self, span: Span) -> torch.Tensor:
-        return self._image[GUARD + span.offset : GUARD + span.end]
+        return self._image[self._guard + span.offset : self._guard + span.end]
 
     def _place(self, offset: int) -> str:
         """What lies at a byte of the buffer, for a message."""

@@ -17,7 +17,7 @@ from kvpp_core.group import KvppGroup, make_group
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, cost_model
 from tests.core.gloo_world import Rank
-from tests.core.rank_memory import Model, RankMemory, uneven_model
+from tests.core.rank_memory import UNALIGNED, Model, RankMemory, uneven_model
 from tests.core.simulated_device import SimulatedDevice
 
 __all__ = [
@@ -190,6 +190,7 @@ def make_rig(
     timeout: float = PATIENCE,
     load_timeout: float = PATIENCE,
     poison_scratch: bool = False,
+    guard: int = UNALIGNED,
 ) -> Rig:
     """Build a rig. Collective over the world.
 
@@ -206,7 +207,7 @@ def make_rig(
     settings = PipelineSettings(
         policy, cost_model("gloo", group.size), timeout, load_timeout, poison_scratch
     )
-    built = Rig(RankMemory(placement, num_blocks), group, device, settings, staging_blocks)
+    built = Rig(RankMemory(placement, num_blocks, guard), group, device, settings, staging_blocks)
     built.memory.store_owned(1)
     built.memory.store_drafts(1)
     return built

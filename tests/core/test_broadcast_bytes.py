@@ -20,7 +20,7 @@ from kvpp_core.layout import SCRATCH_SLOTS
 from kvpp_core.policy import BroadcastPolicy, History, Mode, choose_mode, mode_bytes
 from kvpp_core.transfer import BundleTransfer
 from tests.core.gloo_world import GlooWorld, Rank
-from tests.core.rank_memory import Model, uneven_model
+from tests.core.rank_memory import ALIGNED, UNALIGNED, Model, uneven_model
 from tests.core.rig import Rig, make_rig
 
 NUM_BLOCKS = 12
@@ -48,6 +48,7 @@ def run_steps(
     groups: Sequence[Sequence[int]] | None = None,
     staging_blocks: float = 2.5,
     poison_scratch: bool = False,
+    guard: int = UNALIGNED,
 ) -> Seen:
     """A step for each set of active blocks, and after each one a step without history."""
     r = make_rig(
@@ -59,6 +60,7 @@ def run_steps(
         num_blocks=NUM_BLOCKS,
         staging_blocks=staging_blocks,
         poison_scratch=poison_scratch,
+        guard=guard,
     )
     seen = Seen([], [])
     for generation, (name, active) in enumerate(ACTIVE_SETS.items(), start=2):
@@ -166,6 +168,7 @@ def run_random_models(rank: Rank, seed: int, cases: int) -> Seen:
             policy=draw.choice(list(BroadcastPolicy)),
             num_blocks=blocks,
             staging_blocks=draw.choice([0.0, 0.5, 1.0, 3.7, 20.0]),
+            guard=draw.choice([ALIGNED, ALIGNED, UNALIGNED, 4, 2]),
         )
         for generation in range(2, 5):
             active = sorted(draw.sample(range(blocks), draw.randint(1, blocks)))
@@ -179,8 +182,10 @@ def run_random_models(rank: Rank, seed: int, cases: int) -> Seen:
 def _random_model(draw: random.Random) -> Model:
     bundles = []
     for layer in range(draw.randint(1, 7)):
+        word = draw.choice([1, 2, 4, 8])  # bytes; whole blocks may be copied in such words
         parts = [
-            Component(f"{layer}.{part}", draw.randint(1, 200)) for part in range(draw.randint(1, 4))
+            Component(f"{layer}.{part}", word * draw.randint(1, 50))
+            for part in range(draw.randint(1, 4))
         ]
         bundles.append(LayerBundle(layer, tuple(parts)))
     drafts = (LayerBundle(99, (Component("draft", draw.randint(1, 200)),)),)
@@ -190,11 +195,12 @@ def _random_model(draw: random.Random) -> Model:
 POLICIES = list(BroadcastPolicy)
 
 
+@pytest.mark.parametrize("guard", [ALIGNED, UNALIGNED])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_two_ranks_hold_the_owners_bytes_and_touch_no_other(
-    world2: GlooWorld, policy: BroadcastPolicy
+    world2: GlooWorld, policy: BroadcastPolicy, guard: int
 ) -> None:
-    assert world2.run(run_steps, policy, 5) == [Seen([], [])] * 2
+    assert world2.run(run_steps, policy, 5, guard=guard) == [Seen([], [])] * 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,6 +6,7 @@ and on the simulated one.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import pytest
 
-from kvpp_core.errors import LoadFailed, PipelineClosed, TransferTimeout
+from kvpp_core.errors import KvppError, LoadFailed, PipelineClosed, TransferTimeout
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.gloo_world import GlooWorld, Rank
 from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, Rig, abandon, make_rig, rig
@@ -148,40 +149,48 @@ def _leave(r: Rig, how: Exit, release: Callable[[], None] | None) -> Interrupted
 class Lost(NamedTuple):
     """What the remaining rank saw."""
 
-    message: str  # of the TransferTimeout
+    acquire: str  # error of acquire(), where it waits on the host
     abort: str  # error of abort()
     begin: str  # error of the next begin()
-    acquire: str  # error of an acquire() after that
+    touch: str  # error of an acquire() after that
     seconds: float
 
 
-def lost_peer(rank: Rank, kind: DeviceKind, lost: int) -> Lost | None:
-    """Rank ``lost`` does not take part in the step."""
-    r = make_rig(rank, kind, timeout=SOON, load_timeout=SOON)
-    abandon(r)
+def lost_peer(
+    rank: Rank, kind: DeviceKind, lost: int, *, leaves: bool, guarded: bool
+) -> Lost | None:
+    """Rank ``lost`` does not take part in the step; if it ``leaves``, it closes its connections."""
+    r = make_rig(rank, kind, timeout=PATIENCE if leaves else SOON, load_timeout=SOON)
+    error = KvppError if leaves else TransferTimeout
     if rank.rank == lost:
+        if leaves:
+            r.close()
+            del r
+            gc.collect()  # gloo closes its connections when the group's last reference goes
+        else:
+            abandon(r)
         rank.barrier()
         return None
+    abandon(r)
     started = time.monotonic()
-    messages = []
-    r.pipeline.begin(ACTIVE)
-    if kind == "cpu":  # an asynchronous device notices when the host waits for it
-        with pytest.raises(TransferTimeout) as timeout:
+    acquire = ""
+    r.pipeline.begin(ACTIVE, guarded=guarded)
+    if kind == "cpu" or guarded:  # an asynchronous device waits for load status on the host only
+        with pytest.raises(error) as raised:
             r.acquire(0)
-        messages.append(str(timeout.value))
-    with pytest.raises(TransferTimeout) as aborted:
+        acquire = str(raised.value)
+    with pytest.raises(RuntimeError) as aborted:
         r.pipeline.abort()
-    messages.append(str(aborted.value))
     with pytest.raises(PipelineClosed) as refused:
         r.pipeline.begin(ACTIVE)
     with pytest.raises(PipelineClosed) as untouchable:
         r.acquire(0)
-    with pytest.raises(TransferTimeout):
+    with pytest.raises(RuntimeError):
         r.pipeline.close()
     r.pipeline.close()
     seconds = time.monotonic() - started
     rank.barrier()
-    return Lost(messages[0], messages[-1], str(refused.value), str(untouchable.value), seconds)
+    return Lost(acquire, str(aborted.value), str(refused.value), str(untouchable.value), seconds)
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "takes too long"])
@@ -239,16 +248,36 @@ def _assert_nothing_lingers(seen: Interrupted, how: Exit) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("guarded", [False, True], ids=["", "with loads"])
 @pytest.mark.parametrize("kind", DEVICES)
 def test_a_peer_that_never_joins_is_a_timeout_that_names_layer_and_owner(
-    world2: GlooWorld, kind: DeviceKind, lost: int
+    world2: GlooWorld, kind: DeviceKind, lost: int, guarded: bool
 ) -> None:
     """After it the pipeline refuses to go on: what hangs may still write the buffer."""
-    seen = world2.run(lost_peer, kind, lost)[1 - lost]
+    seen = world2.run(lost_peer, kind, lost, leaves=False, guarded=guarded)[1 - lost]
     assert seen is not None
-    for message in (seen.message, seen.abort):
-        assert "the broadcast of layer 0" in message
+    for message in (seen.acquire, seen.abort) if seen.acquire else (seen.abort,):
+        assert ("the load status of layer 0" if guarded else "the broadcast of layer 0") in message
         assert "from rank 0" in message
+    assert bool(seen.acquire) == (kind == "cpu" or guarded)
+    _assert_refuses(seen)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_peer_that_is_gone_is_an_error_before_the_time_is_over(
+    world2: GlooWorld, kind: DeviceKind, lost: int
+) -> None:
+    """On the CPU it names the layer; the simulated device shows torch's own error."""
+    seen = world2.run(lost_peer, kind, lost, leaves=True, guarded=False)[1 - lost]
+    assert seen is not None
+    if kind == "cpu":
+        assert "the broadcast of layer 0" in seen.acquire
+        assert "from rank 0" in seen.acquire
+    _assert_refuses(seen)
+
+
+def _assert_refuses(seen: Lost) -> None:
     assert "broken" in seen.begin
-    assert "broken" in seen.acquire
+    assert "broken" in seen.touch
     assert seen.seconds < PATIENCE

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
+import torch
 
 from kvpp_core.errors import AcquireOrderError, PipelineClosed, PlanError
+from kvpp_core.policy import BroadcastPolicy
+from kvpp_core.transfer import BundleTransfer
 from tests.core.gloo_world import GlooWorld, Rank
 from tests.core.rig import ACTIVE, DEVICES, NUM_BLOCKS, DeviceKind, rig
 
 
-def _message(error: type[Exception], call: Callable[[], None]) -> str:
+def _message(error: type[Exception], call: Callable[[], object]) -> str:
     with pytest.raises(error) as raised:
         call()
     return str(raised.value)
@@ -31,7 +35,8 @@ def wrong_orders(rank: Rank, kind: DeviceKind) -> dict[str, str]:
         said["skip"] = _message(AcquireOrderError, lambda: r.acquire(3))
         said["back"] = _message(AcquireOrderError, lambda: r.acquire(0))
         for unknown in ("layers.99.attn", "mtp.attn"):
-            said[unknown] = _message(AcquireOrderError, lambda u=unknown: r.pipeline.acquire(u))  # type: ignore[misc]
+            touch = partial(r.pipeline.acquire, unknown)
+            said[unknown] = _message(AcquireOrderError, touch)
         r.forward(1, 2)
         said["after the last"] = _message(AcquireOrderError, lambda: r.acquire(0))
         r.pipeline.end()
@@ -93,6 +98,36 @@ def refusals(rank: Rank, kind: DeviceKind) -> list[str]:
         said.append(_message(PipelineClosed, pipeline.end))
         pipeline.close()
         return said
+
+
+def change_policy(rank: Rank, kind: DeviceKind) -> list[dict[str, int]]:
+    """Steps under three policies, changed between them; not inside one."""
+    with rig(rank, kind, policy=BroadcastPolicy.FULL) as r:
+        r.step(1)
+        seen = [dict(r.pipeline.stats.broadcasts)]
+        for policy in (BroadcastPolicy.PACKED, BroadcastPolicy.RUNS):
+            r.pipeline.set_policy(policy)
+            r.pipeline.begin(ACTIVE)
+            _message(PipelineClosed, lambda: r.pipeline.set_policy(BroadcastPolicy.FULL))
+            r.forward(1)
+            r.pipeline.end()
+            seen.append(dict(r.pipeline.stats.broadcasts))
+        assert r.complaints() == []
+        return [{mode.value: count for mode, count in counts.items()} for counts in seen]
+
+
+def wrong_memory(rank: Rank, kind: DeviceKind) -> list[str]:
+    """Give a transfer a buffer that is too small, has two dimensions, or is not of bytes."""
+    with rig(rank, kind) as r:
+        size, staging = r.memory.layout.size, torch.empty(0, dtype=torch.uint8)
+        buffers = [
+            torch.empty(size - 1, dtype=torch.uint8),
+            torch.empty(1, size, dtype=torch.uint8),
+            torch.empty(size, dtype=torch.int16),
+        ]
+        make = partial(BundleTransfer, r.memory.layout)
+        rest = (staging, r.group, r.device.transfer)
+        return [_message(PlanError, partial(make, buffer, *rest)) for buffer in buffers]
 
 
 def no_history(rank: Rank, kind: DeviceKind) -> list[int]:
@@ -160,6 +195,20 @@ def test_begin_and_end_are_refused_where_they_do_not_belong(
             strict=True,
         ):
             assert expected in message
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_the_policy_changes_between_steps_and_not_inside_one(
+    world2: GlooWorld, kind: DeviceKind
+) -> None:
+    full, packed, runs = {"full": 8}, {"packed": 8}, {"runs": 8}
+    expected = [full, full | packed, full | packed | runs]
+    assert world2.run(change_policy, kind) == [expected, expected]
+
+
+def test_memory_that_does_not_fit_the_layout_is_refused(world2: GlooWorld) -> None:
+    for said in world2.run(wrong_memory, "cpu"):
+        assert all("the KV memory must be" in message for message in said)
 
 
 @pytest.mark.parametrize("kind", DEVICES)

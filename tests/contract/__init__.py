@@ -1,0 +1,1 @@
+"""The contracts around KVPP: what a launch may say, and what vLLM must offer."""

@@ -1,0 +1,222 @@
+"""The `kvpp` command as a user meets it: help, exit codes, and nothing of vLLM's chatter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpp_connectors.cli.doctor import examine
+from kvpp_connectors.cli.main import app
+from kvpp_connectors.engine.hooks import HOOKS
+from tests.contract.processes import run
+
+COMMANDS = sorted(
+    command.callback.__name__ for command in app.registered_commands if command.callback
+)
+ON = '{"enable_kvpp": true}'
+WIDE = {"COLUMNS": "250", "TERM": "dumb"}
+
+
+def test_the_installed_command_lists_its_commands(tmp_path: Path) -> None:
+    """The console script itself, outside of the repository."""
+    assert {"plan", "check", "doctor", "demo"} <= set(COMMANDS)
+    finished = run([Path(sys.executable).with_name("kvpp"), "--help"], tmp_path, **WIDE)
+    assert finished.returncode == 0
+    for command in COMMANDS:
+        assert f" {command} " in finished.stdout
+    assert "Traceback" not in finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env=WIDE)
+    assert result.exit_code == 0
+    assert f"Usage: root {command}" in result.stdout
+    assert len(result.stdout.split()) > 20  # more than the usage line
+
+
+def test_no_command_is_answered_with_the_help() -> None:
+    result = CliRunner().invoke(app, [], env=WIDE)
+    assert all(command in result.output for command in COMMANDS)
+    unknown = CliRunner().invoke(app, ["chek"], env=WIDE)
+    assert unknown.exit_code == 2 and "chek" in unknown.output
+
+
+# Every line in one process: importing vLLM takes longer than all of them together. Its logging is
+# left at vLLM's default, which is INFO.
+CHECK_ALL = """
+import json, sys
+from kvpp_connectors.cli.main import app
+
+codes = {}
+for name, line in json.loads(sys.argv[1]).items():
+    print("CHECK", name, flush=True)
+    try:
+        app(["check", "--", *line])
+    except SystemExit as error:
+        codes[name] = error.code
+    sys.stdout.flush()
+print("CODES", json.dumps(codes))
+"""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `kvpp check` printed on stdout, and its exit code."""
+
+    code: int
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def checked(
+    mla_model: Path, llama_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Checked]:
+    """`kvpp check` of the lines below."""
+    mla = ["vllm", "serve", str(mla_model), "--tensor-parallel-size", "2"]
+    on = [*mla, "--additional-config", ON]
+    pool = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_consumer"}
+    lines = {
+        "good": [*on, "--enforce-eager"],
+        "guide": [
+            *on,
+            "--enable-chunked-prefill",
+            "--enable-prefix-caching",
+            "--async-scheduling",
+            "--max-num-batched-tokens=32768",
+            "--compilation-config",
+            '{"cudagraph_mode":"PIECEWISE"}',
+        ],
+        "off": mla,
+        "warned": [*on, "--enforce-eager", "--pipeline-parallel-size", "4"],
+        "full graphs": [*on, "--compilation-config", '{"cudagraph_mode":"FULL_DECODE_ONLY"}'],
+        "many": [
+            *("vllm", "serve", str(llama_model), "--enforce-eager", "--enable-dbo"),
+            *("--additional-config", '{"enable_kvpp": true, "kvpp": {"brodcast": "auto"}}'),
+            *("--kv-transfer-config", json.dumps(pool)),
+        ],
+        "unknown option": [*on, "--tensor-parallel-sise", "2"],
+        "bad value": ["vllm", "serve", str(mla_model), "--tensor-parallel-size", "two"],
+        "no json": [*mla, "--additional-config", "{enable_kvpp"],
+        "too long": [*on, "--max-model-len", "9999999"],
+        "not serve": ["vllm", "bench"],
+        "no vllm": [str(mla_model)],
+    }
+    finished = run(
+        [sys.executable, "-c", CHECK_ALL, json.dumps(lines)],
+        tmp_path_factory.mktemp("check"),
+        VLLM_LOGGING_LEVEL=None,
+        **WIDE,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    text, _, codes = finished.stdout.rpartition("CODES ")
+    parts = text.split("CHECK ")
+    assert parts[0] == "" and len(parts) == len(lines) + 1
+    return {
+        name: Checked(code, part.removeprefix(name).strip().splitlines())
+        for (name, code), part in zip(json.loads(codes).items(), parts[1:], strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ["good", "guide"])
+def test_a_good_launch_is_one_line_and_code_0(checked: Mapping[str, Checked], name: str) -> None:
+    """Nothing of vLLM's own output on stdout: the whole text is ours."""
+    assert checked[name] == Checked(0, ["KVPP takes this launch."])
+
+
+def test_a_launch_without_kvpp_is_said_to_be_one(checked: Mapping[str, Checked]) -> None:
+    (line,) = checked["off"].lines
+    assert checked["off"].code == 0
+    assert line == "KVPP is off in this launch (no enable_kvpp in --additional-config)."
+
+
+def test_a_warning_is_printed_and_refuses_nothing(checked: Mapping[str, Checked]) -> None:
+    warning, verdict = checked["warned"].lines
+    assert checked["warned"].code == 0
+    assert warning.startswith("warning: [saves-nothing] --tensor-parallel-size = 2, 3 layers")
+    assert verdict == "KVPP takes this launch."
+
+
+def test_full_graphs_are_refused_on_a_machine_that_has_none(
+    checked: Mapping[str, Checked],
+) -> None:
+    """The CPU platform drops the graph mode; the line that is checked asks for it all the same."""
+    refusal, verdict = checked["full graphs"].lines
+    assert checked["full graphs"].code == 1
+    assert refusal.startswith(
+        "refused: [no-full-graphs] --compilation-config.cudagraph_mode = FULL_DECODE_ONLY: "
+    )
+    assert "PIECEWISE" in refusal
+    assert verdict == "1 refused."
+
+
+def test_every_problem_is_a_line_and_the_code_is_1(checked: Mapping[str, Checked]) -> None:
+    *refusals, verdict = checked["many"].lines
+    rules = [line.split("]")[0] for line in refusals]
+    assert sorted(rules) == sorted(
+        f"refused: [{rule}"
+        for rule in (
+            "option-values",
+            "group-larger-than-one",
+            "mla-only",
+            "no-dual-batch-overlap",
+            "pool-role",
+        )
+    )
+    assert checked["many"].code == 1
+    assert verdict == "5 refused."
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("unknown option", "vLLM cannot parse this line"),
+        ("bad value", "vLLM cannot parse this line: argument --tensor-parallel-size"),
+        ("no json", "vLLM does not take this launch: "),
+        ("too long", "vLLM does not take this launch: "),
+        ("not serve", "expected 'vllm serve MODEL ...', got 'vllm bench'"),
+        ("no vllm", "expected 'vllm serve MODEL ...', got "),
+    ],
+)
+def test_a_line_that_vllm_does_not_take_is_code_2(
+    checked: Mapping[str, Checked], name: str, text: str
+) -> None:
+    """Told apart from a refusal of ours, and without a traceback."""
+    assert checked[name].code == 2
+    assert checked[name].lines[0].startswith(text)
+
+
+def test_the_doctor_finds_this_machine_ready() -> None:
+    result = CliRunner().invoke(app, ["doctor"], env=WIDE)
+    assert result.exit_code == 0, result.output
+    assert "WRONG" not in result.stdout
+    (hooks,) = [line for line in result.stdout.splitlines() if f"hooks ({len(HOOKS)})" in line]
+    assert "all found" in hooks and "ok" in hooks
+    assert "kvpp_connectors.plugin:register" in result.stdout
+    assert "kvpp_connectors.engine.cpu.KvppCpuWorker" in result.stdout
+
+
+def test_the_doctor_judges_the_rotary_embedding_with_the_profile_only() -> None:
+    """Without the profile it may be wrong: that is why the profile switches it off."""
+    findings = {finding.what: finding for finding in examine()}
+    assert findings["rotary embedding with the CPU profile"].ok is True
+    without = findings["rotary embedding without it"]
+    assert without.ok is None
+    assert bool(without.remedy) == (without.found != "right on strided inputs")
+
+
+def test_the_doctor_fails_where_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvpp_connectors.engine import hooks
+
+    missing = hooks.Hook("vllm.v1.worker.gpu_worker", "Worker.no_such_step")
+    monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
+    result = CliRunner().invoke(app, ["doctor"], env=WIDE)
+    assert result.exit_code == 1
+    (line,) = [line for line in result.stdout.splitlines() if "no_such_step is missing" in line]
+    assert "WRONG" in line and "0.32" in line

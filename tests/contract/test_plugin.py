@@ -1,0 +1,238 @@
+"""Disabled means absent: what the plug-in imports and changes in a launch that does not ask for it.
+
+Questions about imports are asked in processes of their own.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+import kvpp_connectors
+import kvpp_core
+from kvpp_connectors import plugin
+from tests.contract.processes import run_python
+
+PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
+MAY_IMPORT_VLLM = {"kvpp_connectors.engine.cpu", "kvpp_connectors.engine.cuda"}
+
+# One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
+# it away and configures launches that do not ask for KVPP without it and with it.
+PROGRAM = """
+    import json, re, sys, time
+    import vllm.platforms
+
+    platform = type(vllm.platforms.current_platform)  # vLLM finds its platform here
+    name = "check_and_update_config"
+    vllms_own = platform.__dict__[name]
+    before = set(sys.modules)
+    started = time.process_time()
+    from kvpp_connectors import plugin
+    plugin.register()
+    found = {
+        "seconds": time.process_time() - started,
+        "new": sorted(set(sys.modules) - before),
+    }
+    wrapper = platform.__dict__[name]
+    for _ in range(3):
+        plugin.register()
+    found["wrapped_once"] = vllms_own is not wrapper and platform.__dict__[name] is wrapper
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    def launch(**options):
+        config = EngineArgs(
+            model=sys.argv[1], tensor_parallel_size=2, enforce_eager=True, dtype="float32",
+            skip_tokenizer_init=True, max_model_len=512, seed=0, **options
+        ).create_engine_config()
+        unique = r"0x[0-9a-f]+|(?<=instance_id=)'[^']*'"
+        return {
+            "hash": config.compute_hash(),
+            "repr": re.sub(unique, "", repr(config)),
+            "text": str(config),
+            "worker": config.parallel_config.worker_cls,
+        }
+
+    def launches():
+        return [launch(), launch(additional_config={"enable_kv_nz": True})]
+
+    setattr(platform, name, vllms_own)
+    found["without"] = launches()
+    found["loaded_by_vllm"] = platform.__dict__[name] is not vllms_own
+    plugin.register()
+    found["with"] = launches()
+    found["modules"] = sorted(module for module in sys.modules if module.startswith("kvpp"))
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, mla_model: Path) -> Any:
+    """What the program found."""
+    folder = tmp_path_factory.mktemp("plugin")
+    return run_python(PROGRAM, folder, str(mla_model), VLLM_PLUGINS="")
+
+
+def test_registering_imports_the_plugin_module_and_nothing_else(found: Any) -> None:
+    assert found["new"] == ["kvpp_connectors", "kvpp_connectors.plugin"]
+
+
+def test_registering_costs_less_than_50_ms(found: Any) -> None:
+    """Processor time of the process, so that other work on the machine does not count."""
+    assert found["seconds"] < 0.05
+
+
+def test_registering_again_wraps_nothing_again(found: Any) -> None:
+    assert found["wrapped_once"] is True
+
+
+@pytest.mark.parametrize("launch", [0, 1], ids=["nothing", "keys of others"])
+def test_a_plain_launch_is_the_same_with_the_plugin(found: Any, launch: int) -> None:
+    """Every field of the VllmConfig, without additional_config and with somebody else's."""
+    assert found["loaded_by_vllm"] is False  # VLLM_PLUGINS='': the first launches lack it
+    without = found["without"][launch]
+    assert len(without["repr"]) > 1000
+    assert without == found["with"][launch]
+    assert without["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_a_plain_launch_imports_no_other_module_of_ours(found: Any) -> None:
+    assert found["modules"] == ["kvpp_connectors", "kvpp_connectors.plugin"]
+
+
+def test_the_entry_point_is_registered() -> None:
+    (found,) = {
+        (point.name, point.value)
+        for point in entry_points(group="vllm.general_plugins")
+        if "kvpp" in point.value
+    }
+    assert found == ("kvpp_connectors", "kvpp_connectors.plugin:register")
+    (point,) = entry_points(group="vllm.general_plugins", name="kvpp_connectors")
+    assert point.load() is plugin.register
+
+
+class Platform:
+    """As much of a vLLM platform as the plug-in touches. Each test makes a subclass."""
+
+    device_type = "npu"
+    seen: ClassVar[list[Any]]
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Note the call."""
+        cls.seen.append(vllm_config)
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> type[Platform]:
+    """A platform of this test alone, as vLLM's current one."""
+    import vllm.platforms
+
+    fresh = type("Fresh", (Platform,), {"seen": []})
+    monkeypatch.setattr(vllm.platforms, "current_platform", fresh())
+    return fresh
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_plugin_steps_back_where_kvpp_is_native(
+    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """vllm-ascend >= 0.28 has a KVPP under the same switch; other platforms are not asked."""
+    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if native else None)
+    plugin.register()
+    assert ("check_and_update_config" in vars(platform)) is not native
+    platform.device_type = "cpu"
+    plugin.register()
+    assert "check_and_update_config" in vars(platform)
+
+
+@pytest.mark.parametrize(
+    "additional_config",
+    [{}, {"enable_kv_nz": True}, {1: 2, None: 3}, object(), None, "enable_kvpp", ["kvpp"]],
+    ids=str,
+)
+def test_what_is_not_for_us_goes_to_the_platform_untouched(
+    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, additional_config: object
+) -> None:
+    """vLLM lets additional_config be any object with a hash."""
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+    plugin.register()
+    config = SimpleNamespace(additional_config=additional_config)
+    platform.check_and_update_config(config)
+    assert platform.seen == [config]
+    assert vars(config) == {"additional_config": additional_config}
+
+
+@pytest.mark.parametrize("key", ["enable_kvpp", "kvpp", "enable_kvp", "KVPP_size"])
+def test_what_may_be_for_us_is_configured_once(
+    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Misspelt keys too: who reads them says so."""
+    from kvpp_connectors.engine import setup
+
+    calls: list[Any] = []
+    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
+
+    def configure(config: Any, hook: Callable[[Any], None]) -> None:
+        calls.append(config)
+        hook(1)
+
+    monkeypatch.setattr(setup, "configure", configure)
+    plugin.register()
+    plugin.register()
+    config = SimpleNamespace(additional_config={key: True})
+    platform.check_and_update_config(config)
+    assert calls == [config]
+    assert platform.seen == [1]  # the platform's own hook was handed over
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of both packages, by dotted name."""
+    for name, folder in PACKAGES.items():
+        for file in sorted(folder.rglob("*.py")):
+            parts = [name, *file.relative_to(folder).with_suffix("").parts]
+            yield ".".join(parts).removesuffix(".__init__"), ast.parse(file.read_text())
+
+
+def imported(node: ast.AST, functions: bool) -> Iterator[str]:
+    """Modules that the code below ``node`` imports; inside functions only if asked for."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "relative imports would escape this test"
+            yield child.module or ""
+        elif functions or not isinstance(
+            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
+            yield from imported(child, functions)
+
+
+def packages_of(names: Iterator[str]) -> set[str]:
+    """The top-level packages of module names."""
+    return {name.partition(".")[0] for name in names}
+
+
+def test_only_the_worker_classes_import_vllm_at_import_time() -> None:
+    """`kvpp plan` and the core work without vLLM, and the plug-in does not pull it in."""
+    found = {
+        name for name, tree in sources() if "vllm" in packages_of(imported(tree, functions=False))
+    }
+    assert found == MAY_IMPORT_VLLM
+
+
+def test_the_core_never_imports_vllm_or_the_connectors() -> None:
+    for name, tree in sources():
+        if name.startswith("kvpp_core"):
+            assert not {"vllm", "kvpp_connectors"} & packages_of(imported(tree, functions=True))
+
+
+def test_the_plugin_imports_nothing_heavy_itself() -> None:
+    tree = dict(sources())["kvpp_connectors.plugin"]
+    assert packages_of(imported(tree, functions=False)) <= {"__future__", "typing", "importlib"}

@@ -1,0 +1,340 @@
+"""Every rule has its one case, every legal row of the user guide passes, all problems are told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpp_connectors.launch import Connector, Launch
+from kvpp_connectors.problems import LaunchRefused, Severity
+from kvpp_connectors.rules import CONNECTOR_RULES, LAUNCH_RULES, check
+
+P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
+EXTRA = "kv_connector_extra_config"
+
+# The example of the user guide, "Combining Connectors", to the letter.
+GUIDE_MULTI = """
+{
+  "kv_connector": "MultiConnector",
+  "kv_role": "kv_producer",
+  "kv_connector_extra_config": {
+    "connectors": [
+      {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_role": "kv_producer",
+        "kv_port": 37000
+      },
+      {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+          "backend": "memcache",
+          "lookup_rpc_port": "0",
+          "use_layerwise": false
+        }
+      }
+    ]
+  }
+}
+"""
+GUIDE_P2P = '{"kv_connector":"MooncakeConnectorV2","kv_role":"kv_producer","kv_port":37000}'
+GUIDE_MEMCACHE = (
+    '{"kv_connector":"AscendStoreConnector","kv_role":"kv_producer","kv_connector_extra_config":'
+    '{"lookup_rpc_port":"0","backend":"memcache","use_layerwise":false,"load_async":true}}'
+)
+GUIDE_LAYERWISE = (
+    '{"kv_connector":"AscendStoreConnector","kv_role":"kv_both","kv_connector_extra_config":'
+    '{"backend":"mooncake","use_layerwise":true,"load_async":false}}'
+)
+
+
+def connector(name: str, role: str | None = "kv_producer", **extra: Any) -> Connector:
+    """The only connector of a launch."""
+    return Connector("kv_transfer_config", name, role, extra)
+
+
+def from_json(text: str) -> Connector:
+    """The connector of a --kv-transfer-config."""
+    found = json.loads(text)
+    return connector(found["kv_connector"], found["kv_role"], **found.get(EXTRA, {}))
+
+
+def multi(*children: object) -> Launch:
+    """A launch with a MultiConnector."""
+    return Launch(connector=connector(MULTI, connectors=list(children)))
+
+
+def pool(**extra: Any) -> Launch:
+    """A launch with a pool connector."""
+    return Launch(connector=connector(POOL, **extra))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch that breaks one rule only, and the option and value that are to be named."""
+
+    launch: Launch
+    option: str
+    value: str
+    severity: Severity = Severity.REFUSED
+
+
+LAUNCH_CASES = {
+    "group-larger-than-one": Case(
+        Launch(tp=1), "--tensor-parallel-size x --prefill-context-parallel-size", "1 x 1"
+    ),
+    "no-dcp": Case(Launch(dcp=2), "--decode-context-parallel-size", "2"),
+    "mla-only": Case(Launch(model="llama", use_mla=False), "--model", "llama"),
+    "no-hybrid-models": Case(Launch(model="kimi-linear", is_hybrid=True), "--model", "kimi-linear"),
+    "no-sparse-attention-on-cuda-yet": Case(
+        Launch(model="glm-5.2", is_sparse=True, device_type="cuda"), "--model", "glm-5.2"
+    ),
+    "no-full-graphs": Case(
+        Launch(enforce_eager=False, cudagraph_mode="FULL_DECODE_ONLY"),
+        "--compilation-config.cudagraph_mode",
+        "FULL_DECODE_ONLY",
+    ),
+    "fixed-k-speculation": Case(
+        Launch(speculative_method="mtp", dynamic_speculation=True),
+        "--speculative-config.num_speculative_tokens_per_batch_size",
+        "set",
+    ),
+    "known-speculation": Case(
+        Launch(speculative_method="ngram"), "--speculative-config.method", "ngram"
+    ),
+    "no-kv-events": Case(
+        Launch(kv_cache_events=True), "--kv-events-config.enable_kv_cache_events", "true"
+    ),
+    "worker-class": Case(Launch(worker_cls="my.Worker"), "--worker-cls", "my.Worker"),
+    "no-dual-batch-overlap": Case(Launch(dual_batch_overlap=True), "--enable-dbo", "true"),
+    "no-hisparse": Case(Launch(hisparse=True), "--attention-config.hisparse_config", "set"),
+    "no-kv-sharing": Case(
+        Launch(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "true"
+    ),
+    "saves-nothing": Case(
+        Launch(num_layers=8, pp=2),  # 2 owned + 2 slots = all 4 layers of a stage
+        "--tensor-parallel-size",
+        "2, 4 layers in the smallest stage",
+        Severity.WARNING,
+    ),
+}
+
+CONNECTOR_CASES = {
+    "known-connector": Case(
+        Launch(connector=connector("NixlConnector")), "kv_transfer_config.kv_connector", "Nixl"
+    ),
+    "children-not-wrappers": Case(multi(), "kv_transfer_config.kv_connector", MULTI),
+    "extra-is-an-object": Case(
+        multi({"kv_connector": POOL, "kv_role": "kv_both", EXTRA: ["backend"]}),
+        f"kv_transfer_config.{EXTRA}.connectors[0].{EXTRA}",
+        "['backend']",
+    ),
+    "prefill-side-only": Case(
+        Launch(connector=connector(P2P, "kv_consumer")), "kv_transfer_config.kv_role", "kv_consumer"
+    ),
+    "pool-role": Case(
+        Launch(connector=connector(POOL, "kv_consumer", backend="memcache")),
+        "kv_transfer_config.kv_role",
+        "kv_consumer",
+    ),
+    "memcache-whole-blocks": Case(
+        pool(backend="memcache", use_layerwise=True),
+        f"kv_transfer_config.{EXTRA}.use_layerwise",
+        "True",
+    ),
+    "known-backend": Case(pool(backend="redis"), f"kv_transfer_config.{EXTRA}.backend", "redis"),
+    "layerwise-loads-in-step": Case(
+        pool(backend="mooncake", use_layerwise=True, load_async=True),
+        f"kv_transfer_config.{EXTRA}.load_async",
+        "True",
+    ),
+    "whole-chunks": Case(
+        pool(discard_partial_chunks=False),
+        f"kv_transfer_config.{EXTRA}.discard_partial_chunks",
+        "False",
+    ),
+    "no-consumer-write-back": Case(
+        pool(consumer_is_to_put=True), f"kv_transfer_config.{EXTRA}.consumer_is_to_put", "True"
+    ),
+    "pool-keys": Case(
+        pool(use_layer_wise=False),
+        f"kv_transfer_config.{EXTRA}",
+        "use_layer_wise: Did you mean 'use_layerwise'?",
+    ),
+}
+
+CASES = LAUNCH_CASES | CONNECTOR_CASES
+
+
+def test_every_rule_has_a_case() -> None:
+    """A new rule must come with a launch that breaks it, and names are unique."""
+    assert {rule.name for rule in LAUNCH_RULES} == set(LAUNCH_CASES)
+    assert {rule.name for rule in CONNECTOR_RULES} == set(CONNECTOR_CASES)
+    assert len(LAUNCH_RULES) + len(CONNECTOR_RULES) == len(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_rule_is_the_only_problem_and_names_everything(name: str) -> None:
+    """Option and value are those of the launch line; reason and remedy are there to read."""
+    case = CASES[name]
+    (problem,) = check(case.launch)
+    assert problem.rule == name
+    assert problem.option == case.option
+    assert case.value in problem.value
+    assert problem.severity is case.severity
+    for text in (problem.reason, problem.remedy):
+        assert len(text.split()) >= 2 and text.endswith((".", ".)", "?"))
+    shown = str(problem)
+    assert all(part in shown for part in (name, case.option, case.value, problem.remedy))
+
+
+LEGAL = {
+    "TP": Launch(tp=8, num_layers=78),
+    "PP": Launch(tp=8, pp=2, num_layers=78),
+    "PCP x TP": Launch(tp=4, pcp=2, num_layers=61),
+    "PCP alone": Launch(tp=1, pcp=4, num_layers=61),
+    "eager": Launch(enforce_eager=True),
+    "eager, with a graph mode that it switches off": Launch(cudagraph_mode="FULL_AND_PIECEWISE"),
+    "PIECEWISE": Launch(enforce_eager=False, cudagraph_mode="PIECEWISE"),
+    "no graphs": Launch(enforce_eager=False, cudagraph_mode="NONE"),
+    "SFA": Launch(is_sparse=True),
+    "MTP": Launch(speculative_method="mtp"),
+    "Eagle3": Launch(speculative_method="eagle3"),
+    "DSpark": Launch(speculative_method="dspark"),
+    "P/D, prefill side": Launch(connector=from_json(GUIDE_P2P)),
+    "memcache, kv_producer": Launch(connector=from_json(GUIDE_MEMCACHE)),
+    "memcache, kv_both": Launch(connector=replace(from_json(GUIDE_MEMCACHE), role="kv_both")),
+    "memcache, loads in the step": pool(backend="memcache", load_async=False),
+    "mooncake, whole blocks": pool(backend="mooncake", use_layerwise=False, load_async=True),
+    "mooncake, layerwise": Launch(connector=from_json(GUIDE_LAYERWISE)),
+    "mooncake, layerwise, with distance": pool(
+        backend="mooncake", use_layerwise=True, load_async=False, layerwise_prefetch_layers=2
+    ),
+    "MultiConnector of the guide": Launch(connector=from_json(GUIDE_MULTI)),
+    "MultiConnector, wrapper with another role": Launch(
+        connector=replace(from_json(GUIDE_MULTI), role="kv_both")
+    ),
+    "the platform's own worker": Launch(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
+    "the worker of a launch that was configured before": Launch(
+        worker_cls="kvpp_connectors.engine.cpu.KvppCpuWorker"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_rows_of_the_support_table_pass(name: str) -> None:
+    """Neither a refusal nor a warning. EP, chunked prefill, prefix caching and asynchronous
+    scheduling are no facts of a Launch at all: no rule can refuse them."""
+    assert check(LEGAL[name]) == []
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_every_full_graph_mode_is_refused_unless_eager(mode: str) -> None:
+    launch = Launch(enforce_eager=False, cudagraph_mode=mode)
+    assert [problem.rule for problem in check(launch)] == ["no-full-graphs"]
+    assert check(replace(launch, enforce_eager=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "warned"), [(4, 2, True), (5, 2, True), (6, 2, False), (4, 4, False)]
+)
+def test_the_warning_starts_where_nothing_is_saved(layers: int, ranks: int, warned: bool) -> None:
+    """ceil(layers / ranks) + 2 >= layers: section 2.2."""
+    found = [problem.rule for problem in check(Launch(tp=ranks, num_layers=layers))]
+    assert found == (["saves-nothing"] if warned else [])
+
+
+# What each broken launch rule changes; the rules that one could hide behind another are left out.
+_CHANGES: dict[str, dict[str, Any]] = {
+    name: {
+        field: getattr(case.launch, field)
+        for field in Launch.__slots__
+        if getattr(case.launch, field) != getattr(Launch(), field)
+    }
+    for name, case in LAUNCH_CASES.items()
+    if name not in ("group-larger-than-one", "known-speculation")
+}
+
+
+@given(broken=st.sets(st.sampled_from(sorted(_CHANGES))), child=st.sampled_from(sorted(CASES)))
+def test_all_broken_rules_are_told_at_once_refusals_first(broken: set[str], child: str) -> None:
+    """Any set of broken launch rules and a broken connector: exactly these, warnings last."""
+    changes: dict[str, Any] = {}
+    for name in sorted(broken):
+        changes |= _CHANGES[name]
+    expected = set(broken)
+    if child in CONNECTOR_CASES:
+        changes["connector"] = CONNECTOR_CASES[child].launch.connector
+        expected.add(child)
+    found = check(Launch(**changes))
+    assert {problem.rule for problem in found} == expected
+    assert len(found) == len(expected)
+    severities = [problem.severity for problem in found]
+    assert severities == sorted(severities)  # "refused" < "warning"
+
+
+def test_the_refusal_lists_every_problem_with_a_number() -> None:
+    problems = check(Launch(tp=2, dcp=2, use_mla=False, num_layers=4))
+    text = str(LaunchRefused(problems))
+    assert "3 problems" in text
+    assert [text.index(f"{n}. {problem}") for n, problem in enumerate(problems, 1)]
+    assert "1 problem:" in str(LaunchRefused(problems[:1]))
+
+
+def test_problems_of_a_child_name_its_index() -> None:
+    """Each child is validated by itself; the wrapper's role changes nothing."""
+    launch = multi(
+        {"kv_connector": P2P, "kv_role": "kv_consumer"},
+        {"kv_connector": POOL, "kv_role": "kv_both", EXTRA: {"backend": "memcache"}},
+        {
+            "kv_connector": POOL,
+            "kv_role": "kv_consumer",
+            EXTRA: {"use_layerwise": True, "load_async": True, "prefetch_layers": 1},
+        },
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    )
+    base = f"kv_transfer_config.{EXTRA}.connectors"
+    assert [(problem.rule, problem.option) for problem in check(launch)] == [
+        ("prefill-side-only", f"{base}[0].kv_role"),
+        ("pool-role", f"{base}[2].kv_role"),
+        ("layerwise-loads-in-step", f"{base}[2].{EXTRA}.load_async"),
+        ("pool-keys", f"{base}[2].{EXTRA}"),
+        ("known-connector", f"{base}[3].kv_connector"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"connectors": []}, {"connectors": {}}, {"connectors": P2P}, {"connectors": None}],
+    ids=["no key", "empty list", "an object", "a string", "null"],
+)
+def test_a_multi_connector_without_children_is_refused(extra: dict[str, Any]) -> None:
+    launch = Launch(connector=connector(MULTI, **extra))
+    (problem,) = check(launch)
+    assert problem.rule == "children-not-wrappers"
+    assert f"{EXTRA}.connectors" in problem.remedy
+
+
+def test_a_nested_multi_connector_is_refused() -> None:
+    inner = {
+        "kv_connector": MULTI,
+        "kv_role": "kv_producer",
+        EXTRA: {"connectors": [{"kv_connector": P2P, "kv_role": "kv_producer"}]},
+    }
+    (problem,) = check(multi({"kv_connector": P2P, "kv_role": "kv_producer"}, inner))
+    assert problem.rule == "children-not-wrappers"
+    assert problem.option.startswith(f"kv_transfer_config.{EXTRA}.connectors[1].")
+
+
+@pytest.mark.parametrize("child", [P2P, None, 7, [P2P], {}, {"kv_role": "kv_producer"}])
+def test_a_child_that_is_no_connector_is_refused_by_index(child: object) -> None:
+    """It must not be dropped in silence: the site would run without its pool or its P/D."""
+    good = {"kv_connector": P2P, "kv_role": "kv_producer"}
+    (problem,) = check(multi(good, child))
+    assert problem.rule == "known-connector"
+    assert "connectors[1]" in problem.option
