@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from kvpp_core.device.base import Stream
+from kvpp_core.device.base import Stream, Work
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import RankLayout
@@ -47,17 +48,20 @@ class BundleTransfer:
         ``index`` holds the active block ids (int64, on the buffer's device).
         """
         if mode is Mode.FULL:
-            self._send(self._bytes(*self._layout.targets[ordinal]), ordinal, "all blocks")
+            self._send([self._bytes(*self._layout.targets[ordinal])], ordinal, "all blocks")
         elif mode is Mode.RUNS:
             self._start_runs(ordinal, history)
         elif mode is Mode.PACKED:
             self._start_packed(ordinal, index)
 
     def _start_runs(self, ordinal: int, history: History) -> None:
-        for rows in self._components(ordinal):
-            for first, length in history.runs:
-                message = rows[first : first + length].view(-1)
-                self._send(message, ordinal, f"blocks {first}..{first + length - 1}")
+        """All runs at once: no message waits for the end of another."""
+        messages = [
+            rows[first : first + length].view(-1)
+            for rows in self._components(ordinal)
+            for first, length in history.runs
+        ]
+        self._send(messages, ordinal, f"{len(history.runs)} runs")
 
     def _start_packed(self, ordinal: int, index: torch.Tensor) -> None:
         bundle = self._layout.placement.bundles[ordinal]
@@ -68,9 +72,9 @@ class BundleTransfer:
             what = self._what(ordinal, f"{len(ids)} packed blocks")
             if self._layout.placement.owners[ordinal] == self._group.rank:
                 self._stream.run(_gather(views, ids), f"gathering for {what}")
-                self._send(message, ordinal, f"{len(ids)} packed blocks")
+                self._send([message], ordinal, f"{len(ids)} packed blocks")
             else:
-                self._send(message, ordinal, f"{len(ids)} packed blocks")
+                self._send([message], ordinal, f"{len(ids)} packed blocks")
                 self._stream.run(_scatter(views, ids), f"scattering {what}")
 
     def _staged(
@@ -96,16 +100,37 @@ class BundleTransfer:
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
         return self._buffer[offset : offset + size]
 
-    def _send(self, message: torch.Tensor, ordinal: int, part: str) -> None:
+    def _send(self, messages: Sequence[torch.Tensor], ordinal: int, part: str) -> None:
         owner = self._layout.placement.owners[ordinal]
-        self._stream.collective(
-            lambda: self._group.broadcast(message, owner), self._what(ordinal, part)
-        )
+
+        def launch() -> Work:
+            return _Together([self._group.broadcast(message, owner) for message in messages])
+
+        self._stream.collective(launch, self._what(ordinal, part))
 
     def _what(self, ordinal: int, part: str) -> str:
         bundle = self._layout.placement.bundles[ordinal]
         owner = self._group.ranks[self._layout.placement.owners[ordinal]]
         return f"the broadcast of layer {bundle.layer} ({part}) from rank {owner}"
+
+
+class _Together:
+    """Several collectives as one Work."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+        self._failed = False
+
+    def is_completed(self) -> bool:
+        return self._failed or all(work.is_completed() for work in self._works)
+
+    def wait(self, *timeout: Any) -> None:
+        for work in self._works:
+            try:
+                work.wait(*timeout)
+            except RuntimeError:
+                self._failed = work.is_completed()  # not so when only the time ran out
+                raise
 
 
 def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
