@@ -24,6 +24,8 @@ __all__ = ["KvppOptions", "Settings", "nearest", "read_settings"]
 
 SWITCH = "enable_kvpp"
 OPTIONS = "kvpp"
+_TYPING_ERROR = 0.85  # two letters swapped or one wrong; enable_kv_nz, of others, is at 0.78
+_LONGEST_WAIT_S = 86_400  # a day
 _RETIRED = {"kvpp_size": "the group is always TP x PCP"}
 
 
@@ -62,13 +64,13 @@ class KvppOptions(BaseModel):
     transfer_timeout_s: float = Field(
         default=120.0,
         gt=0,
-        allow_inf_nan=False,
+        le=_LONGEST_WAIT_S,
         description="bound of each wait for a broadcast",
     )
     load_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        allow_inf_nan=False,
+        le=_LONGEST_WAIT_S,
         description="bound of a connector's load of one layer, once the layer is due",
     )
     poison_scratch: bool = Field(
@@ -122,7 +124,8 @@ def read_settings(additional_config: Mapping[str, Any]) -> tuple[Settings, list[
 
 
 def _check_key(key: str) -> Problem | None:
-    if key in (SWITCH, OPTIONS) or "kvp" not in key.lower():
+    near_the_switch = difflib.get_close_matches(key.lower(), [SWITCH], cutoff=_TYPING_ERROR)
+    if key in (SWITCH, OPTIONS) or not ("kvp" in key.lower() or near_the_switch):
         return None
     if key in _RETIRED:
         reason, remedy = f"This key is no longer supported: {_RETIRED[key]}.", "Remove it."

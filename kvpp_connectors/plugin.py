@@ -39,6 +39,9 @@ def register() -> None:
 
 def _concerns_us(additional_config: object) -> bool:
     """Whether a key is ours or may be a misspelt one of ours; who reads it says which."""
-    return isinstance(additional_config, dict) and any(
-        "kvp" in str(k).lower() for k in additional_config
+    if not isinstance(additional_config, dict):
+        return False
+    return any(
+        "kvp" in key or (key.startswith("enable_k") and set(key) <= set("enable_kvpp"))
+        for key in map(str.lower, map(str, additional_config))
     )

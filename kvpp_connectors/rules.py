@@ -95,6 +95,10 @@ def _extra(key: str, default: object) -> Callable[[Connector], object]:
     return lambda connector: connector.extra.get(key, default)
 
 
+def _count(launch: Launch, name: str) -> int:
+    return sum(connector.name == name for connector in launch.connectors)
+
+
 def _shares_cost_more(launch: Launch) -> bool:
     """Section 2.2: the largest share plus two scratch slots is no less than all layers."""
     share = -(-launch.layers_per_stage // max(launch.tp * launch.pcp, 1))
@@ -215,6 +219,14 @@ LAUNCH_RULES = (
         value=lambda _: "true",
         reason="Layers that share one cache would have two owners.",
         remedy="Leave it out.",
+    ),
+    LaunchRule(
+        name="one-pd-child",
+        option="kv_transfer_config.kv_connector_extra_config.connectors",
+        broken=lambda launch: _count(launch, P2P) > 1,
+        value=lambda launch: f"{_count(launch, P2P)} of {P2P}",
+        reason="A request's KV goes to one decode peer.",
+        remedy=f"List {P2P} once.",
     ),
     LaunchRule(
         name="saves-nothing",

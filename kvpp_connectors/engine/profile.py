@@ -1,6 +1,6 @@
 """The CPU profile: what vLLM 0.32's CPU platform needs to serve MLA models rightly.
 
-1. Its rotary kernel ignores strides and overwrites part of the latent: the op is switched off, and
+1. Its rotary kernel mistakes strides and overwrites part of the latent: the op is switched off, and
    `rotary.check_model` compares what the model really runs with a reference at start-up.
 2. The platform switches chunked prefill and prefix caching off for MLA and raises the token
    budget; the user's settings are put back.
@@ -43,5 +43,5 @@ def apply(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
             setattr(owner, name, value)
     ops = vllm_config.compilation_config.custom_ops
     if ROTARY_OFF not in ops and _ROTARY_ON not in ops:
-        logger.info("CPU profile: custom op rotary_embedding off; its kernel ignores strides")
+        logger.info("CPU profile: custom op rotary_embedding off; its kernel mistakes strides")
         ops.append(ROTARY_OFF)

@@ -39,7 +39,8 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
     parallel = vllm_config.parallel_config
     rebuilt = parallel.worker_cls.startswith(OUR_WORKERS)
     if vllm_config.model_config is not None and not rebuilt:
-        if settings.enabled:
+        # A switch that cannot be read was meant to be on: all problems are told at once.
+        if settings.enabled or any(p.rule == "switch-is-boolean" for p in problems):
             problems += check(launch_from_vllm(vllm_config))
             problems += _check_platform(current_platform.device_type)
         _report(problems)

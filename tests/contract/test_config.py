@@ -6,7 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as patience
 from hypothesis import strategies as st
 
 from kvpp_connectors.config import KvppOptions, nearest, read_settings
@@ -31,7 +32,7 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
     "alignment_bytes": ({1: 1, 4096: 4096}, [0, -512, "page", 1.0, True, None, []]),
     "transfer_timeout_s": (
         {1: 1.0, 0.5: 0.5, 3600: 3600.0},
-        [0, -1, -0.5, "soon", "30", True, None, [], INFINITY, math.nan],
+        [0, -1, -0.5, "soon", "30", True, None, [], INFINITY, math.nan, 1e300],
     ),
     "load_timeout_s": (
         {1: 1.0, 0.25: 0.25},
@@ -153,6 +154,8 @@ def test_the_options_are_an_object(value: object) -> None:
         ("enabled_kvpp", "enable_kvpp"),
         ("enablekvpp", "enable_kvpp"),
         ("enable_KVPP", "enable_kvpp"),
+        ("enable_kpvp", "enable_kvpp"),
+        ("enable_kvvp", "enable_kvpp"),
         ("kvp", "kvpp"),
         ("kvpps", "kvpp"),
     ],
@@ -225,11 +228,16 @@ _JSON = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4)
     ),
-    max_leaves=12,
+    max_leaves=8,
 )
 _OPTIONS = st.dictionaries(st.sampled_from(sorted(VALUES)) | st.text(max_size=12), _JSON)
 
 
+# The machine may be busy: neither slowness of an example nor of drawing it says anything here.
+_patient = patience(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@_patient
 @given(value=_JSON | _OPTIONS)
 @example(value={"transfer_timeout_s": 10**400})
 @example(value={"\ud800": 1})
@@ -254,6 +262,7 @@ def test_any_json_gives_settings_and_problems_but_no_exception(value: Any) -> No
         assert 0 < seconds < math.inf
 
 
+@_patient
 @given(config=st.dictionaries(st.text(max_size=12), _JSON, max_size=6))
 def test_any_additional_config_can_be_read(config: dict[str, Any]) -> None:
     read_settings(config)

@@ -118,6 +118,7 @@ def test_all_problems_are_in_one_error(llama_model: Path) -> None:
         {"enable_kvpp": "true"},
         {"enable_kvpp": 1},
         {"enable_kvp": True},
+        {"enable_kpvp": True},
         {"kvpp_size": 2},
         {"kvpp": {"staging_bytes": "32MiB"}},
         {"enable_kvpp": False, "kvpp": {"brodcast": "auto"}},
@@ -129,6 +130,11 @@ def test_bad_keys_are_refused_even_where_kvpp_would_be_off(
 ) -> None:
     """A typing error must not start an engine that silently lacks KVPP."""
     assert len(refuse(mla_model, additional_config).problems) == 1
+
+
+def test_a_switch_that_cannot_be_read_does_not_hide_the_other_problems(mla_model: Path) -> None:
+    refusal = refuse(mla_model, {"enable_kvpp": "yes"}, enable_dbo=True)
+    assert sorted(rules(refusal)) == ["no-dual-batch-overlap", "switch-is-boolean"]
 
 
 def test_a_good_launch_gets_the_kvpp_worker_and_the_profile(mla_model: Path) -> None:

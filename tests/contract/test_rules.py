@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpp_connectors.launch import Connector, Launch
@@ -115,6 +115,11 @@ LAUNCH_CASES = {
     "no-hisparse": Case(Launch(hisparse=True), "--attention-config.hisparse_config", "set"),
     "no-kv-sharing": Case(
         Launch(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "true"
+    ),
+    "one-pd-child": Case(
+        multi(*2 * [{"kv_connector": P2P, "kv_role": "kv_producer"}]),
+        "kv_transfer_config.kv_connector_extra_config.connectors",
+        f"2 of {P2P}",
     ),
     "saves-nothing": Case(
         Launch(num_layers=8, pp=2),  # 2 owned + 2 slots = all 4 layers of a stage
@@ -257,10 +262,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         if getattr(case.launch, field) != getattr(Launch(), field)
     }
     for name, case in LAUNCH_CASES.items()
-    if name not in ("group-larger-than-one", "known-speculation")
+    if name not in ("group-larger-than-one", "known-speculation", "one-pd-child")
 }
 
 
+@settings(deadline=None)
 @given(broken=st.sets(st.sampled_from(sorted(_CHANGES))), child=st.sampled_from(sorted(CASES)))
 def test_all_broken_rules_are_told_at_once_refusals_first(broken: set[str], child: str) -> None:
     """Any set of broken launch rules and a broken connector: exactly these, warnings last."""
