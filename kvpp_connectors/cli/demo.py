@@ -238,14 +238,17 @@ def _traffic_rows(run: _Run) -> list[_Row]:
         for name, wave in (("auto", on["second"]), *((b, on[b]) for b in _BROADCASTS))
         if wave.stats is not None
     ]
-    times = (off["second"].median_step_s * 1e3, on["second"].median_step_s * 1e3)
-    rows.append(
+    second = on["second"]
+    times = (off["second"].median_step_s * 1e3, second.median_step_s * 1e3)
+    waited = (second.stats or {}).get("wait_seconds", 0.0) / second.steps * 1e3
+    rows += [
         _Row(
-            f"median step of wave 2, ms ({on['second'].steps} steps)",
+            f"median step of wave 2, ms ({second.steps} steps)",
             f"{times[0]:.1f}",
             f"{times[1]:.1f} ({times[1] / times[0]:.2f}x)",
-        )
-    )
+        ),
+        _Row("of it waiting for broadcasts, ms (mean)", "", f"{waited:.1f}"),
+    ]
     return rows
 
 
