@@ -30,9 +30,9 @@ lint: $(VENV)/.ready ## ruff and mypy
 wheel: $(VENV)/.ready ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel --outdir dist .
 
-docs: $(VENV)/.ready ## build docs/ as a site into site/
-	@$(BIN)/python -c 'import mkdocs' 2>/dev/null || { echo "mkdocs is missing: run 'uv pip install --python $(BIN)/python mkdocs'"; exit 1; }
-	@$(BIN)/mkdocs build --quiet --config-file docs/mkdocs.yml
+docs: ## build docs/ as a site into site/, in an environment of its own
+	@python3 -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q 'mkdocs>=1.6'
+	@$(VENV)-docs/bin/mkdocs build --quiet --config-file .ci/mkdocs.yml
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
