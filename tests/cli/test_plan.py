@@ -286,7 +286,6 @@ def test_help_names_every_option(run: Run) -> None:
 
 @pytest.mark.parametrize("extra", [(), ("--pp", 3, "--draft-layers", 1), ("--tp", 32, "--pcp", 2)])
 def test_plot_writes_a_png(run: Run, tmp_path: Path, extra: tuple[object, ...]) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"
     result = run(*A5, *extra, "--plot", file)
     assert result.exit_code == 0, result.stderr
@@ -299,7 +298,6 @@ def test_plot_writes_a_png(run: Run, tmp_path: Path, extra: tuple[object, ...]) 
 
 
 def test_plot_and_json_go_together(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "plan.png"
     result = run(*A5, "--json", "--plot", file)
     assert json.loads(result.stdout)["ratio"] == 6.3374
@@ -319,14 +317,12 @@ def test_plot_without_matplotlib_names_the_extra(
 
 
 def test_plot_of_too_many_ranks_is_an_error(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     result = run("--tp", 4096, "--plot", tmp_path / "plan.png")
     assert result.exit_code == 2
     assert "4096 ranks are too many" in result.stderr
 
 
 def test_plot_that_cannot_be_written_is_an_error(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "taken.png").mkdir()
     result = run(*A5, "--plot", tmp_path / "taken.png")
     assert result.exit_code == 2
