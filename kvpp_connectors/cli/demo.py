@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -70,6 +72,9 @@ def demo(
     happen) through a real vLLM engine on CPU without and with KVPP, asks transformers for the same
     logits, and prints one table. Exit code 1 if anything is unequal.
     """
+    # A plain SIGTERM would end this process without stopping the engines, which have sessions of
+    # their own.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="kvpp-demo-")) if logs is None else logs
     folder.mkdir(parents=True, exist_ok=True)

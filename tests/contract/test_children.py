@@ -143,6 +143,8 @@ def test_a_good_child_leaves_nothing_behind_either(run: Run, tmp_path: Path) -> 
 def test_ctrl_c_ends_the_whole_group(run: Run, tmp_path: Path, stubborn: bool) -> None:
     """The child has a session of its own, so that the terminal's signal does not reach it."""
     pids = tmp_path / "pids"
+    # A test run in the background of a shell script is started with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt() -> None:
         while not pids.exists():
@@ -150,8 +152,11 @@ def test_ctrl_c_ends_the_whole_group(run: Run, tmp_path: Path, stubborn: bool) -
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(spawn(stubborn=stubborn) + "time.sleep(600)", str(pids))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(spawn(stubborn=stubborn) + "time.sleep(600)", str(pids))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_gone(pids)
 
 
