@@ -16,7 +16,7 @@ from kvpp_connectors.problems import Problem, Severity
 
 __all__ = ["CONNECTOR_RULES", "LAUNCH_RULES", "ConnectorRule", "LaunchRule", "check"]
 
-MLA_FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 FIXED_K_METHODS = ("mtp", "eagle3", "dspark")
 P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 OUR_WORKERS = "kvpp_connectors.engine."
@@ -152,7 +152,7 @@ LAUNCH_RULES = (
     LaunchRule(
         name="no-full-graphs",
         option="--compilation-config.cudagraph_mode",
-        broken=lambda launch: not launch.enforce_eager and launch.cudagraph_mode in MLA_FULL_GRAPHS,
+        broken=lambda launch: not launch.enforce_eager and launch.cudagraph_mode in FULL_GRAPHS,
         value=lambda launch: launch.cudagraph_mode,
         reason="A full graph replays without running KVPP's wait before each layer.",
         remedy='Use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager.',

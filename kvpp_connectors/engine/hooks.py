@@ -18,7 +18,15 @@ import torch
 
 from kvpp_core.errors import KvppError
 
-__all__ = ["HOOKS", "Hook", "check_hooks", "draft_cache_names", "hook_layers", "vllm_version"]
+__all__ = [
+    "HOOKS",
+    "Hook",
+    "check_hooks",
+    "draft_cache_names",
+    "hook_layers",
+    "missing_hooks",
+    "vllm_version",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +99,18 @@ def vllm_version() -> str:
     return "vllm (unknown version)"
 
 
+def missing_hooks(hooks: Iterable[Hook]) -> list[str]:
+    """What the installed vLLM lacks of ``hooks``, one complaint each."""
+    return [complaint for hook in hooks if (complaint := hook.missing()) is not None]
+
+
 def check_hooks(hooks: Iterable[Hook] = HOOKS) -> None:
     """Check that vLLM has everything that KVPP hooks.
 
     Raises:
         KvppError: names every missing hook and the vLLM version.
     """
-    missing = [complaint for hook in hooks if (complaint := hook.missing()) is not None]
-    if missing:
+    if missing := missing_hooks(hooks):
         raise KvppError(
             f"{vllm_version()} does not have what KVPP hooks: {'; '.join(missing)}. "
             "This release is made for vLLM 0.32."
