@@ -1,11 +1,13 @@
 """vLLM's entry point to this package. Loaded in every vLLM process, so it imports nothing heavy.
 
-It wraps the platform's ``check_and_update_config``, through which every VllmConfig passes. For a
-launch that does not ask for us the wrapper calls the original and nothing else.
+It wraps two hooks of the platform that every VllmConfig passes: ``apply_config_platform_defaults``,
+where the launch is still as the user asked for it, and ``check_and_update_config``, where vLLM has
+resolved it. For a launch that does not ask for us the wrappers call the originals and nothing else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,30 +17,50 @@ _MARK = "__kvpp_wrapped__"
 
 
 def register() -> None:
-    """Wrap the platform's configuration hook. May be called any number of times."""
+    """Wrap the platform's configuration hooks. May be called any number of times."""
     from vllm.platforms import current_platform
 
     if current_platform.device_type == "npu" and find_spec("vllm_ascend.distributed.kvpp"):
         return  # vllm-ascend >= 0.28 has a KVPP of its own under the same switch
     platform = type(current_platform)
-    original = platform.check_and_update_config
+    _wrap(platform, "apply_config_platform_defaults", _examine)
+    _wrap(platform, "check_and_update_config", _configure)
+
+
+def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Let ``ours`` run the platform's hook where a configuration concerns us."""
+    original = getattr(platform, name)
     if getattr(original, _MARK, False):
         return
 
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        if _concerns_us(vllm_config.additional_config):
-            from kvpp_connectors.engine.setup import configure
-
-            configure(vllm_config, original)
+    def hook(cls: Any, vllm_config: Any) -> None:
+        if _concerns_us(vllm_config):
+            ours(vllm_config, original)
         else:
             original(vllm_config)
 
-    setattr(check_and_update_config, _MARK, True)
-    platform.check_and_update_config = classmethod(check_and_update_config)
+    setattr(hook, _MARK, True)
+    setattr(platform, name, classmethod(hook))
 
 
-def _concerns_us(additional_config: object) -> bool:
-    """Whether a key is ours or may be a misspelt one of ours; who reads it says which."""
+def _examine(vllm_config: Any, original: Callable[[Any], None]) -> None:
+    from kvpp_connectors.engine.setup import examine
+
+    examine(vllm_config)
+    original(vllm_config)
+
+
+def _configure(vllm_config: Any, original: Callable[[Any], None]) -> None:
+    from kvpp_connectors.engine.setup import configure
+
+    configure(vllm_config, original)
+
+
+def _concerns_us(vllm_config: Any) -> bool:
+    """Whether a key is ours or may be a misspelt one of ours, or the worker class is ours."""
+    if str(vllm_config.parallel_config.worker_cls).startswith("kvpp_connectors."):
+        return True
+    additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):
         return False
     return any(

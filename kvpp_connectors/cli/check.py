@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kvpp_connectors.config import read_settings
-from kvpp_connectors.launch import Launch, launch_from_vllm
+from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import check as check_rules
 
@@ -66,7 +65,7 @@ def check_line(line: Sequence[str]) -> tuple[bool, list[Problem]]:
             return settings.enabled, list(refusal.problems)
         raise _NotALaunch(f"vLLM does not take this launch: {error}") from error
     if settings.enabled:
-        problems += check_rules(_as_requested(launch_from_vllm(config), arguments))
+        problems += check_rules(launch_from_vllm(config))
     return settings.enabled, problems
 
 
@@ -90,12 +89,6 @@ def _parse(line: Sequence[str]) -> Any:
     if getattr(namespace, "model_tag", None):
         namespace.model = namespace.model_tag
     return AsyncEngineArgs.from_cli_args(namespace)
-
-
-def _as_requested(launch: Launch, arguments: Any) -> Launch:
-    """The launch with the graph mode of the line: this machine's platform may have dropped it."""
-    mode = getattr(arguments.compilation_config, "cudagraph_mode", None)
-    return launch if mode is None else replace(launch, cudagraph_mode=mode.name)
 
 
 def _refusal_in(error: BaseException) -> LaunchRefused | None:

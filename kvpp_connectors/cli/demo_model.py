@@ -8,13 +8,13 @@ same folder. vLLM's CPU MLA kernel takes a latent of 512 + 64 only, so these two
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["TinyModel", "write_checkpoint"]
+__all__ = ["TinyModel", "write_checkpoint", "write_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,7 @@ class TinyModel:
 
 
 def write_checkpoint(folder: Path, model: TinyModel | None = None, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors (float32) into ``folder``; return the folder."""
-    from safetensors.torch import save_file
-
+    """Write the checkpoint (float32) into ``folder``; return the folder."""
     model = model or TinyModel()
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -76,9 +74,18 @@ def write_checkpoint(folder: Path, model: TinyModel | None = None, seed: int = 0
         else torch.randn(shape, generator=generator) * scale
         for name, shape, scale in _parameters(model)
     }
+    return write_model(folder, model.config(), tensors)
+
+
+def write_model(
+    folder: Path, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+) -> Path:
+    """Write config.json and model.safetensors into ``folder``; return the folder."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model.config(), indent=2))
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
 

@@ -2,14 +2,16 @@
 
     python -m kvpp_connectors.cli.demo_oracle MODEL QUESTIONS.json RESULT.json
 
-Every answer is recomputed in one full forward of transformers' DeepseekV2ForCausalLM: no cache, no
-chunks, no KVPP.
+Every answer is recomputed in one full forward of transformers' own model: no cache, no chunks,
+no KVPP.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel
@@ -26,9 +28,7 @@ class Questions(BaseModel):
 
 def oracle_logprobs(model: Path, questions: Questions) -> list[list[float]]:
     """Log-probability of every answered token given all tokens before it."""
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    network = _load(model)
     logprobs = []
     for prompt, answer in zip(questions.prompts, questions.answers, strict=True):
         tokens = torch.tensor([[*prompt, *answer]])
@@ -37,6 +37,17 @@ def oracle_logprobs(model: Path, questions: Questions) -> list[list[float]]:
         rows = torch.log_softmax(logits.float(), dim=-1)
         logprobs.append(rows.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist())
     return logprobs
+
+
+def _load(model: Path) -> Any:
+    """The class that config.json names: vLLM changes what transformers' Auto classes choose."""
+    import transformers
+
+    kind = getattr(
+        transformers, json.loads((model / "config.json").read_text())["architectures"][0]
+    )
+    config = kind.config_class.from_pretrained(model)
+    return kind.from_pretrained(model, config=config, dtype=torch.float32).eval()
 
 
 class OracleResult(BaseModel):

@@ -90,7 +90,7 @@ def _vllm() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("vLLM", str(error), False, "pip install 'kvpp-connectors[cpu]' or [cuda]")
         return
-    from kvpp_connectors.engine.hooks import HOOKS, missing_hooks, vllm_version
+    from kvpp_connectors.engine.hooks import HOOKS, installed_vllm, missing_hooks, vllm_version
     from kvpp_connectors.engine.setup import KVPP_WORKERS
 
     yield Finding("vLLM", vllm_version(), True)
@@ -108,7 +108,7 @@ def _vllm() -> Iterator[Finding]:
     )
     if worker is not None:
         yield Finding("worker class with KVPP on", worker)
-    missing = missing_hooks(HOOKS)
+    missing = missing_hooks(HOOKS, installed_vllm())
     yield Finding(
         f"hooks ({len(HOOKS)})",
         "; ".join(missing) or "all found",

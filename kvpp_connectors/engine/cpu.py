@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvpp_connectors.engine import rotary
+from kvpp_connectors.engine import cpu_experts, rotary
+from kvpp_connectors.engine.profile import is_sparse
 from kvpp_connectors.engine.worker import KvppWorkerMixin
 from kvpp_connectors.log import get_logger
 
@@ -23,7 +25,17 @@ class CpuProfileWorker(CPUWorker):
 
         Models without MLA rotate rows of all heads, which vLLM's kernel does rightly.
         """
+        if is_sparse(self.model_config):
+            from kvpp_connectors.engine import cpu_sfa
+
+            cpu_sfa.install(self.compilation_config.mode)
+        if self.parallel_config.enable_expert_parallel:
+            cpu_experts.install()
         super().load_model(load_dummy_weights=load_dummy_weights)
+        # Weights that a draft model gave up for the target's leave oneDNN handles behind, in
+        # cycles. Collected while Dynamo traces, such a handle calls item() on its fake tensors
+        # until the stack overflows.
+        gc.collect()
         if not self.model_config.use_mla:
             return
         rotary.check_model(self.model_runner.get_model())

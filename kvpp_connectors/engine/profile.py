@@ -6,6 +6,9 @@
    budget; the user's settings are put back.
 3. Pipeline stages after the first lack the tensors that a warm-up run would have made
    (`kvpp_connectors.engine.cpu`).
+4. Sparse models are refused: a reference attention is put in (`kvpp_connectors.engine.cpu_sfa`).
+5. Its experts kernel ignores which experts a rank keeps, and crashes under expert parallelism
+   (`kvpp_connectors.engine.cpu_experts`).
 
 Each change is one log line.
 """
@@ -17,12 +20,18 @@ from typing import Any
 
 from kvpp_connectors.log import get_logger
 
-__all__ = ["ROTARY_OFF", "apply"]
+__all__ = ["ROTARY_OFF", "apply", "is_sparse"]
 
 logger = get_logger(__name__)
 
 ROTARY_OFF = "-rotary_embedding"
 _ROTARY_ON = "+rotary_embedding"
+_SPARSE_MODELS = ("deepseek_v32", "glm_moe_dsa")
+
+
+def is_sparse(model_config: Any) -> bool:
+    """Whether the model uses DeepSeek's sparse attention (SFA), by its model_type."""
+    return getattr(model_config.hf_text_config, "model_type", None) in _SPARSE_MODELS
 
 
 def apply(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:

@@ -49,7 +49,7 @@ class KvppWorkerMixin:
 
     def init_device(self) -> None:
         """Check the seams and make the group before anything costly is done."""
-        hooks.check_hooks()
+        hooks.check_installed(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         options = read_settings(self.vllm_config.additional_config)[0].options
         self._kvpp_options = options
@@ -74,9 +74,9 @@ class KvppWorkerMixin:
         available = super().determine_available_memory()  # type: ignore[misc]
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
         assert self._kvpp_group is not None
-        if getattr(self.model_runner, "shared_kv_cache_layers", None):
-            shared = next(iter(self.model_runner.shared_kv_cache_layers))
-            raise PlanError(f"{shared} shares the cache of another layer; KVPP needs its own")
+        for name, layer in self._kvpp_layers().items():
+            if target := getattr(layer, "kv_sharing_target_layer_name", None):
+                raise PlanError(f"{name} shares the cache of {target}; KVPP needs its own")
         drafts = hooks.draft_cache_names(self.model_runner, self._kvpp_layers())
         self._kvpp_placement = plan(specs, drafts, self._kvpp_group, self._kvpp_options)
         self._kvpp_block_size = block_size_of(specs)

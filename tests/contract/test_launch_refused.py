@@ -202,11 +202,49 @@ def test_custom_ops_of_the_user_stay(mla_model: Path) -> None:
         assert config.compilation_config.custom_ops == expected
 
 
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_full_graphs_are_refused_where_the_platform_would_drop_them(
+    mla_model: Path, mode: str
+) -> None:
+    """vLLM's CPU platform has no graphs: what the user asked for is judged, not what is left."""
+    graphs: dict[str, Any] = {
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_mode": mode},
+    }
+    (problem,) = refuse(mla_model, ON, **graphs).problems
+    assert (problem.rule, problem.value) == ("no-full-graphs", mode)
+    assert "PIECEWISE" in problem.remedy and "--enforce-eager" in problem.remedy
+    assert rules(refuse(mla_model, ON, **graphs, enable_dbo=True)) == [
+        "no-full-graphs",
+        "no-dual-batch-overlap",
+    ]
+    assert engine_config(mla_model, {}, **graphs).compilation_config.cudagraph_mode.name == "NONE"
+
+
+def test_full_graphs_that_vllm_chose_by_itself_are_refused(
+    mla_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a platform with graphs FULL_AND_PIECEWISE is the default: PIECEWISE must be asked for."""
+    import vllm.platforms
+
+    platform = type(vllm.platforms.current_platform)
+    monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda cls: True))
+    (problem,) = refuse(mla_model, ON, enforce_eager=False).problems
+    assert (problem.rule, problem.value) == ("no-full-graphs", "FULL_AND_PIECEWISE")
+
+
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
-def test_piecewise_graphs_are_taken(mla_model: Path, mode: str) -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_piecewise_graphs_are_taken(mla_model: Path, mode: str, eager: bool) -> None:
     config = engine_config(
-        mla_model, ON, enforce_eager=False, compilation_config={"cudagraph_mode": mode}
+        mla_model, ON, enforce_eager=eager, compilation_config={"cudagraph_mode": mode}
     )
+    assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+def test_eager_execution_has_no_graphs_whatever_their_mode(mla_model: Path, mode: str) -> None:
+    config = engine_config(mla_model, ON, compilation_config={"cudagraph_mode": mode})
     assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
 
 
@@ -243,59 +281,6 @@ def test_a_launch_that_saves_nothing_is_warned_of_and_taken(
     config = engine_config(mla_model, ON, pipeline_parallel_size=4)
     assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
     assert "[saves-nothing] --tensor-parallel-size = 2, 3 layers" in caplog.text
-
-
-Rebuild = Callable[[Any], Any]
-
-
-def _rebuild_dataclasses(config: Any) -> Any:
-    return dataclasses.replace(config)
-
-
-def _rebuild_vllm(config: Any) -> Any:
-    from vllm.config.utils import replace
-
-    return replace(config)
-
-
-def _rebuild_draft(config: Any) -> Any:
-    """As vLLM makes the configuration of a draft model (create_vllm_config_for_draft_model)."""
-    from vllm.config.utils import replace
-
-    draft = config.speculative_config
-    return replace(
-        config,
-        quant_config=None,
-        model_config=draft.draft_model_config,
-        parallel_config=replace(
-            draft.draft_parallel_config,
-            rank=config.parallel_config.rank,
-            worker_cls=config.parallel_config.worker_cls,
-        ),
-    )
-
-
-@pytest.mark.parametrize("rebuild", [_rebuild_dataclasses, _rebuild_vllm, _rebuild_draft])
-@pytest.mark.parametrize("additional_config", [ON, PROFILE], ids=["kvpp", "profile"])
-def test_a_rebuilt_configuration_is_accepted_and_keeps_everything(
-    mtp_model: Path, additional_config: dict[str, Any], rebuild: Rebuild
-) -> None:
-    """vLLM rebuilds configurations in workers, for draft models; the hook then runs again."""
-    first = engine_config(
-        mtp_model,
-        additional_config,
-        speculative_config={"method": "mtp", "num_speculative_tokens": 1},
-    )
-    second = rebuild(first)
-    assert second is not first
-    assert second.additional_config == additional_config
-    assert second.parallel_config.worker_cls == first.parallel_config.worker_cls
-    assert second.parallel_config.worker_cls.startswith("kvpp_connectors.engine.")
-    for config in (first, second):
-        assert config.scheduler_config.enable_chunked_prefill is True
-        assert config.cache_config.enable_prefix_caching is True
-        assert config.scheduler_config.max_num_batched_tokens == 64
-        assert config.compilation_config.custom_ops.count("-rotary_embedding") == 1
 
 
 def test_the_cpu_profile_alone_chooses_its_worker(mla_model: Path) -> None:

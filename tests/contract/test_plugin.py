@@ -20,7 +20,7 @@ from kvpp_connectors import plugin
 from tests.contract.processes import run_python
 
 PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
-MAY_IMPORT_VLLM = {"kvpp_connectors.engine.cpu", "kvpp_connectors.engine.cuda"}
+MAY_IMPORT_VLLM = {f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")}
 
 # One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
 # it away and configures launches that do not ask for KVPP without it and with it.
@@ -29,8 +29,12 @@ PROGRAM = """
     import vllm.platforms
 
     platform = type(vllm.platforms.current_platform)  # vLLM finds its platform here
-    name = "check_and_update_config"
-    vllms_own = platform.__dict__[name]
+    names = ("apply_config_platform_defaults", "check_and_update_config")
+
+    def hooks():
+        return [platform.__dict__.get(name) for name in names]
+
+    vllms_own = hooks()
     before = set(sys.modules)
     started = time.process_time()
     from kvpp_connectors import plugin
@@ -39,10 +43,10 @@ PROGRAM = """
         "seconds": time.process_time() - started,
         "new": sorted(set(sys.modules) - before),
     }
-    wrapper = platform.__dict__[name]
+    wrappers = hooks()
     for _ in range(3):
         plugin.register()
-    found["wrapped_once"] = vllms_own is not wrapper and platform.__dict__[name] is wrapper
+    found["wrapped_once"] = not set(wrappers) & set(vllms_own) and hooks() == wrappers
 
     from vllm.engine.arg_utils import EngineArgs
 
@@ -62,9 +66,10 @@ PROGRAM = """
     def launches():
         return [launch(), launch(additional_config={"enable_kv_nz": True})]
 
-    setattr(platform, name, vllms_own)
+    for name, own in zip(names, vllms_own):
+        delattr(platform, name) if own is None else setattr(platform, name, own)
     found["without"] = launches()
-    found["loaded_by_vllm"] = platform.__dict__[name] is not vllms_own
+    found["loaded_by_vllm"] = hooks() != vllms_own
     plugin.register()
     found["with"] = launches()
     found["modules"] = sorted(module for module in sys.modules if module.startswith("kvpp"))
@@ -124,9 +129,25 @@ class Platform:
     seen: ClassVar[list[Any]]
 
     @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """Note the call."""
+        cls.seen.append(vllm_config)
+
+    @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Note the call."""
         cls.seen.append(vllm_config)
+
+
+HOOKS = ("apply_config_platform_defaults", "check_and_update_config")
+
+
+def config_of(additional_config: object, worker_cls: str = "auto") -> SimpleNamespace:
+    """As much of a VllmConfig as the plug-in looks at."""
+    return SimpleNamespace(
+        additional_config=additional_config,
+        parallel_config=SimpleNamespace(worker_cls=worker_cls),
+    )
 
 
 @pytest.fixture
@@ -146,10 +167,10 @@ def test_the_plugin_steps_back_where_kvpp_is_native(
     """vllm-ascend >= 0.28 has a KVPP under the same switch; other platforms are not asked."""
     monkeypatch.setattr(plugin, "find_spec", lambda name: object() if native else None)
     plugin.register()
-    assert ("check_and_update_config" in vars(platform)) is not native
+    assert all((name in vars(platform)) is not native for name in HOOKS)
     platform.device_type = "cpu"
     plugin.register()
-    assert "check_and_update_config" in vars(platform)
+    assert all(name in vars(platform) for name in HOOKS)
 
 
 @pytest.mark.parametrize(
@@ -163,33 +184,44 @@ def test_what_is_not_for_us_goes_to_the_platform_untouched(
     """vLLM lets additional_config be any object with a hash."""
     monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     plugin.register()
-    config = SimpleNamespace(additional_config=additional_config)
-    platform.check_and_update_config(config)
-    assert platform.seen == [config]
-    assert vars(config) == {"additional_config": additional_config}
+    config, same = config_of(additional_config), config_of(additional_config)
+    for name in HOOKS:
+        getattr(platform, name)(config)
+    assert platform.seen == [config, config]
+    assert config == same
 
 
-@pytest.mark.parametrize("key", ["enable_kvpp", "kvpp", "enable_kvp", "KVPP_size"])
-def test_what_may_be_for_us_is_configured_once(
-    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, key: str
+FOR_US = {
+    **{key: config_of({key: True}) for key in ("enable_kvpp", "kvpp", "enable_kvp", "KVPP_size")},
+    "our worker class": config_of({}, "kvpp_connectors.engine.cpu.KvppCpuWorker"),
+    "our worker class with an object": config_of(object(), "kvpp_connectors.engine.cpu.Any"),
+}
+
+
+@pytest.mark.parametrize("name", FOR_US)
+def test_what_may_be_for_us_is_examined_and_configured_once(
+    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Misspelt keys too: who reads them says so."""
+    """Misspelt keys too: who reads them says so. The platform's own hooks run as well."""
     from kvpp_connectors.engine import setup
 
     calls: list[Any] = []
     monkeypatch.setattr(plugin, "find_spec", lambda name: None)
 
     def configure(config: Any, hook: Callable[[Any], None]) -> None:
-        calls.append(config)
+        calls.append(("configure", config))
         hook(1)
 
+    monkeypatch.setattr(setup, "examine", lambda config: calls.append(("examine", config)))
     monkeypatch.setattr(setup, "configure", configure)
     plugin.register()
     plugin.register()
-    config = SimpleNamespace(additional_config={key: True})
+    config = FOR_US[name]
+    platform.apply_config_platform_defaults(config)
+    assert (calls, platform.seen) == ([("examine", config)], [config])
     platform.check_and_update_config(config)
-    assert calls == [config]
-    assert platform.seen == [1]  # the platform's own hook was handed over
+    assert calls[1:] == [("configure", config)]
+    assert platform.seen == [config, 1]  # the platform's own hook was handed over
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -235,4 +267,5 @@ def test_the_core_never_imports_vllm_or_the_connectors() -> None:
 
 def test_the_plugin_imports_nothing_heavy_itself() -> None:
     tree = dict(sources())["kvpp_connectors.plugin"]
-    assert packages_of(imported(tree, functions=False)) <= {"__future__", "typing", "importlib"}
+    light = {"__future__", "collections", "importlib", "typing"}
+    assert packages_of(imported(tree, functions=False)) <= light

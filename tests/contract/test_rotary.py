@@ -267,7 +267,10 @@ def test_only_models_with_mla_are_judged_by_its_slices(
     monkeypatch.setattr(CPUWorker, "load_model", lambda self, load_dummy_weights: None)
     model = model_of(layer=spoiled(rope(OFF)))
     worker = CpuProfileWorker.__new__(CpuProfileWorker)
-    worker.model_config = SimpleNamespace(use_mla=use_mla)
+    worker.model_config = SimpleNamespace(
+        use_mla=use_mla, hf_text_config=SimpleNamespace(model_type="any")
+    )
+    worker.parallel_config = SimpleNamespace(enable_expert_parallel=False)
     worker.model_runner = SimpleNamespace(get_model=lambda: model)
     if use_mla:
         with pytest.raises(KvppError, match="is wrong on strided inputs"):

@@ -15,15 +15,29 @@ class WorkerFaults:
         pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
         pipeline._transfer.start = lambda *args: None
 
-    def fault_flip_bit(self, block: int) -> None:
-        """Flip one bit of one value that rank 0 keeps of ``block``, in its first owned layer."""
+    def fault_stop_component(self, suffix: str) -> None:
+        """Leave components whose name ends so out of every transfer in parts from now on."""
+        transfer = self._kvpp_pipeline._transfer  # type: ignore[attr-defined]
+        bundles, original = transfer._layout.placement.bundles, transfer._components
+        transfer._components = lambda ordinal: [
+            rows
+            for rows, component in zip(original(ordinal), bundles[ordinal].components, strict=True)
+            if not component.name.endswith(suffix)
+        ]
+
+    def fault_flip_bit(self, block: int, suffix: str = "", bit: int = 0) -> None:
+        """Flip one bit of one byte that rank 0 keeps of ``block``, in its first owned layer.
+
+        The component is the layer's first whose name ends with ``suffix``, the byte the last of
+        the block's first float32: bits 0 to 6 are of its exponent.
+        """
         pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
         placement = pipeline.layout.placement
         if placement.rank == 0:
-            component = placement.bundles[placement.owned[0]].components[0]
+            components = placement.bundles[placement.owned[0]].components
+            component = next(c for c in components if c.name.endswith(suffix))
             offset = pipeline.layout.components[component.name].offset
-            # The last byte of the block's first float32: a bit of its exponent.
-            pipeline._buffer[offset + block * component.bytes_per_block + 3] ^= 1
+            pipeline._buffer[offset + block * component.bytes_per_block + 3] ^= 1 << bit
 
     def observe_allocation(self, _: Any = None) -> dict[str, int]:
         """Bytes under the caches of this rank, as torch sees them."""

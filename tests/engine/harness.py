@@ -35,6 +35,7 @@ class Request:
     max_tokens: int = 8
     arrives: int = 0
     aborted: int | None = None
+    priority: int = 0  # lower is served first, where the engine schedules by priority
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Trace:
     answers: list[Answer]
     schedule: list[list[tuple[int, int]]]  # per step: (request number, tokens scheduled)
     preemptions: int  # how often a preempted request was taken up again
+    dummy_steps: int = 0  # steps of a data-parallel replica that had no work of its own
 
 
 def kvpp_on(**options: Any) -> dict[str, Any]:
@@ -110,6 +112,11 @@ class Engine:
         request = self._scheduler.running[0]
         return int(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][0])
 
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds; cached ones count as free."""
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
     def run(
         self, script: Script, at_step: Mapping[int, Callable[[Engine], object]] | None = None
     ) -> Trace:
@@ -128,6 +135,7 @@ class Engine:
                 continue
             with _recorded(self._scheduler) as outputs:
                 results = engine.step()
+            trace.dummy_steps += not outputs
             for output in outputs:
                 trace.schedule.append(_read_schedule(output, ids))
                 trace.preemptions += len(output.scheduled_cached_reqs.resumed_req_ids)
@@ -160,7 +168,10 @@ class Engine:
                     detokenize=False,
                 )
                 self._llm.llm_engine.add_request(
-                    name, {"prompt_token_ids": list(request.prompt)}, sampling
+                    name,
+                    {"prompt_token_ids": list(request.prompt)},
+                    sampling,
+                    priority=request.priority,
                 )
             if request.aborted == step:
                 self._llm.llm_engine.abort_request([name])
@@ -184,6 +195,8 @@ def start_engine(
         "max_model_len": 512,
         "max_num_seqs": 16,
         "worker_extension_cls": EXTENSION,
+        "enforce_eager": True,
+        "attention_backend": "CPU_MLA",
         **options,
     }
     llm = LLM(
@@ -193,9 +206,7 @@ def start_engine(
         kv_cache_memory_bytes=memory,
         num_gpu_blocks_override=blocks,
         dtype="float32",
-        enforce_eager=True,
         skip_tokenizer_init=True,
-        attention_backend="CPU_MLA",
         seed=0,
         **settings,
     )
