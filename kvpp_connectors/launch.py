@@ -47,6 +47,10 @@ class Launch:
     is_hybrid: bool = False
     enforce_eager: bool = True
     cudagraph_mode: str = "NONE"
+    splitting_ops: tuple[str, ...] | None = None  # None: vLLM chooses
+    inductor_partition: bool = False
+    breakable_graphs: bool = False
+    attention_quant_fusion: bool = False
     speculative_method: str | None = None
     dynamic_speculation: bool = False
     kv_cache_events: bool = False
@@ -71,7 +75,10 @@ class Launch:
 
 def launch_from_vllm(config: Any) -> Launch:
     """Read the facts from a VllmConfig (0.32), before or after its platform hook."""
+    from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
+
     model, parallel = config.model_config, config.parallel_config
+    compilation = config.compilation_config
     speculative = config.speculative_config
     transfer = config.kv_transfer_config
     events = config.kv_events_config
@@ -87,7 +94,13 @@ def launch_from_vllm(config: Any) -> Launch:
         is_sparse=hasattr(model.hf_text_config, "index_topk"),
         is_hybrid=model.is_hybrid,
         enforce_eager=model.enforce_eager,
-        cudagraph_mode=_mode_name(config.compilation_config.cudagraph_mode),
+        cudagraph_mode=_mode_name(compilation.cudagraph_mode),
+        splitting_ops=None
+        if compilation.splitting_ops is None
+        else tuple(compilation.splitting_ops),
+        inductor_partition=bool(compilation.use_inductor_graph_partition),
+        breakable_graphs=is_breakable_cudagraph_enabled(),
+        attention_quant_fusion=bool(compilation.pass_config.fuse_attn_quant),
         speculative_method=speculative.method if speculative else None,
         dynamic_speculation=bool(speculative and speculative.num_speculative_tokens_per_batch_size),
         kv_cache_events=bool(events and events.enable_kv_cache_events),

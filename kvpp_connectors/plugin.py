@@ -1,6 +1,7 @@
 """vLLM's entry point to this package. Loaded in every vLLM process, so it imports nothing heavy.
 
-It wraps two hooks of the platform that every VllmConfig passes: ``apply_config_platform_defaults``,
+It gives vLLM's connector factory our connectors by name, and wraps two hooks of the platform that
+every VllmConfig passes: ``apply_config_platform_defaults``,
 where the launch is still as the user asked for it, and ``check_and_update_config``, where vLLM has
 resolved it. For a launch that does not ask for us the wrappers call the originals and nothing else.
 """
@@ -14,6 +15,9 @@ from typing import Any
 __all__ = ["register"]
 
 _MARK = "__kvpp_wrapped__"
+_CONNECTORS = {
+    "MooncakeConnectorV2": ("kvpp_connectors.p2p.connector", "MooncakeConnectorV2"),
+}
 
 
 def register() -> None:
@@ -22,9 +26,22 @@ def register() -> None:
 
     if current_platform.device_type == "npu" and find_spec("vllm_ascend.distributed.kvpp"):
         return  # vllm-ascend >= 0.28 has a KVPP of its own under the same switch
+    _register_connectors()
     platform = type(current_platform)
     _wrap(platform, "apply_config_platform_defaults", _examine)
     _wrap(platform, "check_and_update_config", _configure)
+
+
+def _register_connectors() -> None:
+    """Our names mean our connectors, whichever plug-in registered them before or registers later.
+
+    vllm-ascend registers some of the same names; the factory takes a name once.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for name, (module, attribute) in _CONNECTORS.items():
+        KVConnectorFactory._registry.pop(name, None)
+        KVConnectorFactory.register_connector(name, module, attribute)
 
 
 def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]], None]) -> None:
@@ -57,8 +74,11 @@ def _configure(vllm_config: Any, original: Callable[[Any], None]) -> None:
 
 
 def _concerns_us(vllm_config: Any) -> bool:
-    """Whether a key is ours or may be a misspelt one of ours, or the worker class is ours."""
+    """Whether the worker class or the connector is ours, or a key is or may be a misspelt one."""
     if str(vllm_config.parallel_config.worker_cls).startswith("kvpp_connectors."):
+        return True
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector in _CONNECTORS:
         return True
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):

@@ -14,9 +14,17 @@ from kvpp_connectors.config import nearest
 from kvpp_connectors.launch import Connector, Launch
 from kvpp_connectors.problems import Problem, Severity
 
-__all__ = ["CONNECTOR_RULES", "LAUNCH_RULES", "ConnectorRule", "LaunchRule", "check"]
+__all__ = [
+    "CACHE_UPDATE",
+    "CONNECTOR_RULES",
+    "LAUNCH_RULES",
+    "ConnectorRule",
+    "LaunchRule",
+    "check",
+]
 
 FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"  # the operation that waits for a layer
 FIXED_K_METHODS = ("mtp", "eagle3", "dspark")
 P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 OUR_WORKERS = "kvpp_connectors.engine."
@@ -99,6 +107,20 @@ def _count(launch: Launch, name: str) -> int:
     return sum(connector.name == name for connector in launch.connectors)
 
 
+def _captures(launch: Launch) -> bool:
+    """Whether parts of the model run as graphs that were captured once."""
+    on_cuda = launch.device_type == "cuda" and not launch.enforce_eager
+    return on_cuda and launch.cudagraph_mode != "NONE"
+
+
+def _captures_the_update(launch: Launch) -> bool:
+    """Whether the user's splitting_ops leave the cache update inside a graph; none is no graph."""
+    ops = launch.splitting_ops
+    return (
+        _captures(launch) and bool(ops) and not {CACHE_UPDATE, f"{CACHE_UPDATE}.default"} & {*ops}
+    )
+
+
 def _shares_cost_more(launch: Launch) -> bool:
     """Section 2.2: the largest share plus two scratch slots is no less than all layers."""
     share = -(-launch.layers_per_stage // max(launch.tp * launch.pcp, 1))
@@ -156,6 +178,45 @@ LAUNCH_RULES = (
         value=lambda launch: launch.cudagraph_mode,
         reason="A full graph replays without running KVPP's wait before each layer.",
         remedy='Use --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\' or --enforce-eager.',
+    ),
+    LaunchRule(
+        name="no-attention-quant-fusion",
+        option="--compilation-config.pass_config.fuse_attn_quant",
+        broken=lambda launch: _captures(launch) and launch.attention_quant_fusion,
+        value=lambda _: "true",
+        reason="With it vLLM does not split the graphs at the attention: it turns PIECEWISE into "
+        "FULL, and a full graph replays without running KVPP's wait before each layer.",
+        remedy="Set it to false, or use --enforce-eager.",
+    ),
+    LaunchRule(
+        name="graphs-split-at-cache-update",
+        option="--compilation-config.splitting_ops",
+        broken=_captures_the_update,
+        value=lambda launch: ", ".join(launch.splitting_ops or ()),
+        reason="The cache update would be inside a graph, which replays without running KVPP's "
+        "wait.",
+        remedy=f"Leave it out, or add {CACHE_UPDATE}.",
+    ),
+    LaunchRule(
+        name="no-inductor-partition",
+        option="--compilation-config.use_inductor_graph_partition",
+        broken=lambda launch: _captures(launch) and launch.inductor_partition,
+        value=lambda _: "true",
+        reason="Inductor's partition leaves the cache update inside a graph, or fuses it with the "
+        "rotary embedding there; it would replay without running KVPP's wait.",
+        remedy="Set it to false, or use --enforce-eager.",
+    ),
+    LaunchRule(
+        name="no-breakable-graphs",
+        option="VLLM_USE_BREAKABLE_CUDAGRAPH",
+        # vLLM sets it by itself for sparse models, which have a rule of their own.
+        broken=lambda launch: (
+            _captures(launch) and launch.breakable_graphs and not launch.is_sparse
+        ),
+        value=lambda _: "1",
+        reason="Breakable graphs break at the attention only: the cache update is captured, and "
+        "replays without running KVPP's wait.",
+        remedy="Set VLLM_USE_BREAKABLE_CUDAGRAPH=0, or use --enforce-eager.",
     ),
     LaunchRule(
         name="fixed-k-speculation",

@@ -133,7 +133,14 @@ HOOKS = (
         "decode_context_parallel_size worker_cls enable_dbo",
     ),
     *_members(_CONFIG, "CacheConfig", "cache_dtype kv_sharing_fast_prefill"),
-    *_members(_CONFIG, "CompilationConfig", "cudagraph_mode static_forward_context"),
+    *_members(
+        _CONFIG,
+        "CompilationConfig",
+        "cudagraph_mode pass_config splitting_ops static_forward_context "
+        "use_inductor_graph_partition",
+    ),
+    *_members(f"{_CONFIG}.compilation", "PassConfig", "fuse_attn_quant"),
+    Hook("vllm.compilation.breakable_cudagraph", "is_breakable_cudagraph_enabled"),
     *_members(_CONFIG, "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE"),
     *_members(_CONFIG, "DeviceConfig", "device_type"),
     *_members(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens_per_batch_size"),

@@ -8,6 +8,7 @@ that rebuilt ones inherit; its worker class tells nothing, because a user may gi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvpp_connectors.config import Settings, read_settings
@@ -15,9 +16,10 @@ from kvpp_connectors.engine import hooks, profile
 from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.rules import PLATFORM_WORKERS, check
+from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, check
+from kvpp_core.errors import KvppError
 
-__all__ = ["KVPP_WORKERS", "configure", "examine"]
+__all__ = ["KVPP_WORKERS", "configure", "examine", "examine_resolved"]
 
 logger = get_logger(__name__)
 
@@ -44,6 +46,7 @@ def examine(vllm_config: Any) -> list[Problem]:
         return []
     settings, problems = _settings(vllm_config)
     problems += _check_worker(vllm_config.parallel_config.worker_cls, settings)
+    problems += _check_connector(vllm_config.kv_transfer_config)
     # A switch that cannot be read was meant to be on: all problems are told at once.
     if settings.enabled or any(p.rule == "switch-is-boolean" for p in problems):
         hooks.check_installed(vllm_config)
@@ -52,6 +55,18 @@ def examine(vllm_config: Any) -> list[Problem]:
     if any(problem.severity is Severity.REFUSED for problem in problems):
         raise LaunchRefused(problems)
     return problems
+
+
+def examine_resolved(vllm_config: Any) -> None:
+    """Check a launch once more in its worker: vLLM chooses graph modes after its platform's hook.
+
+    Raises:
+        LaunchRefused: what vLLM made of the launch breaks rules.
+    """
+    launch = replace(launch_from_vllm(vllm_config), connector=None)  # those were told before
+    problems = [p for p in check(launch) if p.severity is Severity.REFUSED]
+    if problems:
+        raise LaunchRefused(problems)
 
 
 def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
@@ -64,12 +79,13 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
 
     device_type = current_platform.device_type
     settings, _ = _settings(vllm_config)
+    with_profile = settings.options.cpu_profile or _is_ours(vllm_config.kv_transfer_config)
     if _is_new(vllm_config):
         for problem in examine(vllm_config):
             logger.warning("%s", problem)
-        _choose_worker(vllm_config.parallel_config, settings, device_type)
+        _choose_worker(vllm_config.parallel_config, settings, device_type, with_profile)
         setattr(vllm_config.device_config, _ACCEPTED, True)
-    if device_type == "cpu" and (settings.enabled or settings.options.cpu_profile):
+    if device_type == "cpu" and (settings.enabled or with_profile):
         profile.apply(vllm_config, platform_hook)
     else:
         platform_hook(vllm_config)
@@ -102,6 +118,31 @@ def _check_worker(worker_cls: str, settings: Settings) -> list[Problem]:
     ]
 
 
+def _is_ours(transfer: Any) -> bool:
+    return transfer is not None and transfer.kv_connector == P2P
+
+
+def _check_connector(transfer: Any) -> list[Problem]:
+    """Our connector's own settings, whether KVPP is on or not."""
+    if not _is_ours(transfer):
+        return []
+    from kvpp_connectors.p2p.config import read_key, read_options
+
+    try:
+        read_key(read_options(transfer.kv_connector_extra_config))
+    except KvppError as error:
+        return [
+            Problem(
+                rule="connector-settings",
+                option="kv_transfer_config.kv_connector_extra_config",
+                value=str(transfer.kv_connector_extra_config),
+                reason=f"{error}.",
+                remedy="Correct or remove it.",
+            )
+        ]
+    return []
+
+
 def _check_platform(device_type: str) -> list[Problem]:
     if device_type in KVPP_WORKERS:
         return []
@@ -116,14 +157,10 @@ def _check_platform(device_type: str) -> list[Problem]:
     ]
 
 
-def _choose_worker(parallel: Any, settings: Settings, device_type: str) -> None:
+def _choose_worker(parallel: Any, settings: Settings, device_type: str, with_profile: bool) -> None:
     if settings.enabled:
         parallel.worker_cls = KVPP_WORKERS[device_type]
-    elif (
-        settings.options.cpu_profile
-        and device_type == "cpu"
-        and parallel.worker_cls in PLATFORM_WORKERS
-    ):
+    elif with_profile and device_type == "cpu" and parallel.worker_cls in PLATFORM_WORKERS:
         parallel.worker_cls = _PROFILE_WORKER
     else:
         return

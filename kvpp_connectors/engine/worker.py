@@ -13,8 +13,10 @@ import torch
 from kvpp_connectors.config import read_settings
 from kvpp_connectors.engine import groups, hooks
 from kvpp_connectors.engine.placement import backing_buffer, block_size_of, place, plan
+from kvpp_connectors.engine.setup import examine_resolved
 from kvpp_connectors.engine.steps import read_step
 from kvpp_connectors.log import get_logger
+from kvpp_connectors.registry import publish_layout
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.device import make_device
 from kvpp_core.errors import PlanError
@@ -48,7 +50,8 @@ class KvppWorkerMixin:
     _kvpp_pending: tuple[int, ...] | None = None  # active blocks of a step whose forward is to come
 
     def init_device(self) -> None:
-        """Check the seams and make the group before anything costly is done."""
+        """Check launch and seams and make the group before anything costly is done."""
+        examine_resolved(self.vllm_config)
         hooks.check_installed(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         options = read_settings(self.vllm_config.additional_config)[0].options
@@ -102,6 +105,7 @@ class KvppWorkerMixin:
             )
         layout = build_layout(self._kvpp_placement, kv_cache_config.num_blocks)
         self._kvpp_agree(layout)
+        publish_layout(layout)
         super().initialize_from_config(place(kv_cache_config, layout))  # type: ignore[misc]
         self._kvpp_start(layout)
 

@@ -362,6 +362,12 @@ FACTS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "is_hybrid": (_model_property("is_hybrid"), True),
     "enforce_eager": (_set("model_config.enforce_eager", False), False),
     "cudagraph_mode": (_cudagraph_mode, "FULL_DECODE_ONLY"),
+    "splitting_ops": (_set("compilation_config.splitting_ops", ["a", "b"]), ("a", "b")),
+    "inductor_partition": (_set("compilation_config.use_inductor_graph_partition", True), True),
+    "attention_quant_fusion": (
+        _set("compilation_config.pass_config.fuse_attn_quant", True),
+        True,
+    ),
     "speculative_method": (_set("speculative_config.method", "eagle3"), "eagle3"),
     "dynamic_speculation": (
         _set("speculative_config.num_speculative_tokens_per_batch_size", [(1, 4, 3)]),
@@ -399,13 +405,15 @@ def test_a_launch_is_read_from_vllm(mtp_launch: Any, mtp_model: Path) -> None:
         model=str(mtp_model),
         tp=2,
         num_layers=12,
+        splitting_ops=(),  # what vLLM resolves to where nothing is compiled
         speculative_method="mtp",
         worker_cls=PLATFORM_WORKER,
     )
 
 
 def test_every_fact_of_a_launch_is_tried_here() -> None:
-    assert set(FACTS) == {field.name for field in dataclasses.fields(Launch)}
+    by_themselves = {"breakable_graphs"}  # an environment variable
+    assert set(FACTS) | by_themselves == {field.name for field in dataclasses.fields(Launch)}
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -416,3 +424,11 @@ def test_each_fact_is_read_from_its_own_option(mtp_launch: Any, name: str) -> No
     changed = copy.deepcopy(mtp_launch)
     change(changed)
     assert launch_from_vllm(changed) == dataclasses.replace(before, **{name: expected})
+
+
+def test_breakable_graphs_are_read_from_the_environment(
+    mtp_launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not launch_from_vllm(mtp_launch).breakable_graphs
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert launch_from_vllm(mtp_launch).breakable_graphs

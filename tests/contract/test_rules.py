@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpp_connectors.launch import Connector, Launch
 from kvpp_connectors.problems import LaunchRefused, Severity
-from kvpp_connectors.rules import CONNECTOR_RULES, LAUNCH_RULES, check
+from kvpp_connectors.rules import CACHE_UPDATE, CONNECTOR_RULES, LAUNCH_RULES, check
 
 P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 EXTRA = "kv_connector_extra_config"
@@ -84,6 +84,8 @@ class Case:
     severity: Severity = Severity.REFUSED
 
 
+GRAPHS = Launch(device_type="cuda", enforce_eager=False, cudagraph_mode="PIECEWISE")
+
 LAUNCH_CASES = {
     "group-larger-than-one": Case(
         Launch(tp=1), "--tensor-parallel-size x --prefill-context-parallel-size", "1 x 1"
@@ -98,6 +100,24 @@ LAUNCH_CASES = {
         Launch(enforce_eager=False, cudagraph_mode="FULL_DECODE_ONLY"),
         "--compilation-config.cudagraph_mode",
         "FULL_DECODE_ONLY",
+    ),
+    "no-attention-quant-fusion": Case(
+        replace(GRAPHS, attention_quant_fusion=True),
+        "--compilation-config.pass_config.fuse_attn_quant",
+        "true",
+    ),
+    "graphs-split-at-cache-update": Case(
+        replace(GRAPHS, splitting_ops=("vllm::unified_mla_attention_with_output",)),
+        "--compilation-config.splitting_ops",
+        "vllm::unified_mla_attention_with_output",
+    ),
+    "no-inductor-partition": Case(
+        replace(GRAPHS, inductor_partition=True),
+        "--compilation-config.use_inductor_graph_partition",
+        "true",
+    ),
+    "no-breakable-graphs": Case(
+        replace(GRAPHS, breakable_graphs=True), "VLLM_USE_BREAKABLE_CUDAGRAPH", "1"
     ),
     "fixed-k-speculation": Case(
         Launch(speculative_method="mtp", dynamic_speculation=True),
@@ -207,6 +227,12 @@ LEGAL = {
     "eager, with a graph mode that it switches off": Launch(cudagraph_mode="FULL_AND_PIECEWISE"),
     "PIECEWISE": Launch(enforce_eager=False, cudagraph_mode="PIECEWISE"),
     "no graphs": Launch(enforce_eager=False, cudagraph_mode="NONE"),
+    "PIECEWISE on CUDA": GRAPHS,
+    "the cache update among the user's own splits": replace(
+        GRAPHS,
+        splitting_ops=("vllm::unified_mla_attention_with_output", CACHE_UPDATE),
+    ),
+    "no splits, which vLLM takes as no graphs": replace(GRAPHS, splitting_ops=()),
     "SFA": Launch(is_sparse=True),
     "MTP": Launch(speculative_method="mtp"),
     "Eagle3": Launch(speculative_method="eagle3"),
@@ -262,7 +288,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
         if getattr(case.launch, field) != getattr(Launch(), field)
     }
     for name, case in LAUNCH_CASES.items()
-    if name not in ("group-larger-than-one", "known-speculation", "one-pd-child")
+    if name
+    not in ("group-larger-than-one", "known-speculation", "no-breakable-graphs", "one-pd-child")
 }
 
 
@@ -271,7 +298,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
 def test_all_broken_rules_are_told_at_once_refusals_first(broken: set[str], child: str) -> None:
     """Any set of broken launch rules and a broken connector: exactly these, warnings last."""
     changes: dict[str, Any] = {}
-    for name in sorted(broken):
+    # Full graphs last: the other rules about graphs ask for piecewise ones, any will do.
+    for name in sorted(broken, key=lambda name: (name == "no-full-graphs", name)):
         changes |= _CHANGES[name]
     expected = set(broken)
     if child in CONNECTOR_CASES:

@@ -39,6 +39,11 @@ class WorkerFaults:
             offset = pipeline.layout.components[component.name].offset
             pipeline._buffer[offset + block * component.bytes_per_block + 3] ^= 1 << bit
 
+    def observe_history(self, _: Any = None) -> list[str]:
+        """Requests whose blocks this rank mirrors; none without KVPP."""
+        history = getattr(self, "_kvpp_history", None)
+        return sorted(history.blocks) if history is not None else []
+
     def observe_allocation(self, _: Any = None) -> dict[str, int]:
         """Bytes under the caches of this rank, as torch sees them."""
         layers = self.compilation_config.static_forward_context  # type: ignore[attr-defined]

@@ -19,6 +19,7 @@ __all__ = [
     "kvpp_off",
     "kvpp_on",
     "random_tokens",
+    "recorded_schedule",
     "start_engine",
 ]
 
@@ -63,6 +64,7 @@ class Trace:
     schedule: list[list[tuple[int, int]]]  # per step: (request number, tokens scheduled)
     preemptions: int  # how often a preempted request was taken up again
     dummy_steps: int = 0  # steps of a data-parallel replica that had no work of its own
+    accepted_drafts: int = 0  # tokens that an answer got in one step, beyond its first
 
 
 def kvpp_on(**options: Any) -> dict[str, Any]:
@@ -133,17 +135,24 @@ class Engine:
                 if all(request.arrives < step for request in script.requests):
                     break
                 continue
-            with _recorded(self._scheduler) as outputs:
+            with recorded_schedule(self._scheduler) as outputs:
                 results = engine.step()
             trace.dummy_steps += not outputs
             for output in outputs:
                 trace.schedule.append(_read_schedule(output, ids))
                 trace.preemptions += len(output.scheduled_cached_reqs.resumed_req_ids)
             for result in results:
-                _read_answer(trace.answers[ids[result.request_id]], result)
+                answer = trace.answers[ids[result.request_id]]
+                known = len(answer.tokens)
+                _read_answer(answer, result)
+                trace.accepted_drafts += max(len(answer.tokens) - known - 1, 0)
         else:
             raise AssertionError(f"the script did not end within {MAX_STEPS} steps")
         return trace
+
+    def settle(self) -> None:
+        """Tell the workers of the last requests that ended: a step without tokens."""
+        self._llm.llm_engine.step()
 
     def stop(self) -> None:
         """End the workers."""
@@ -218,7 +227,7 @@ def start_engine(
 
 
 @contextmanager
-def _recorded(scheduler: Any) -> Iterator[list[Any]]:
+def recorded_schedule(scheduler: Any) -> Iterator[list[Any]]:
     """Keep what the scheduler decides while the block runs."""
     outputs: list[Any] = []
     original = scheduler.schedule

@@ -1,0 +1,1 @@
+"""MooncakeConnectorV2: prefill/decode disaggregation, decode pulls (docs/p2p_protocol.md)."""

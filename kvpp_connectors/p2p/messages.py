@@ -1,0 +1,34 @@
+"""What the two halves of the connector tell each other inside one engine, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+from kvpp_connectors.p2p.puller import Pull
+from kvpp_connectors.p2p.wire import WorkerAddress
+
+__all__ = ["StepMetadata", "WorkerHandshake"]
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once a step."""
+
+    pulls: list[Pull] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)  # request ids whose pull nobody waits for
+    let_go: list[str] = field(default_factory=list)  # request ids whose lease is over
+
+
+@dataclass
+class WorkerHandshake(KVConnectorHandshakeMetadata):
+    """Worker to scheduler, once at start-up: the endpoints that were bound.
+
+    vLLM collects one handshake for each PP and TP rank; it speaks for all its PCP ranks.
+    """
+
+    addresses: list[WorkerAddress]

@@ -1,0 +1,110 @@
+"""The P/D connector's counters in vLLM's log and at its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+__all__ = ["P2pConnectorStats", "P2pPromMetrics"]
+
+_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_COUNTERS = {
+    "pulls": "Requests whose KV was pulled from a prefill engine",
+    "pull_bytes": "Bytes of KV pulled from prefill engines",
+    "leases_granted": "Requests whose KV was offered to decode",
+    "leases_read": "Offers that decode has read",
+    "leases_released": "Offers that decode released without having read them",
+    "leases_expired": "Offers that nobody read in time",
+    "leases_not_reached": "Renewals and releases that did not reach the prefill engine",
+    "messages_refused": "Control messages that were refused",
+}
+
+
+@dataclass
+class P2pConnectorStats(KVConnectorStats):
+    """Counters, seconds of each pull, and failures by reason, of one interval."""
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> P2pConnectorStats | None:
+        """The stats, or None where nothing happened."""
+        stats = cls(data=data)
+        return None if stats.is_empty() else stats
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> P2pConnectorStats:
+        """Add another interval or worker to this one."""
+        for key, value in other.data.items():
+            if isinstance(value, list):
+                self.data.setdefault(key, []).extend(value)
+            elif isinstance(value, dict):
+                self.data[key] = dict(Counter(self.data.get(key, {})) + Counter(value))
+            else:
+                self.data[key] = self.data.get(key, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What one log line says."""
+        seconds = self.data.get("pull_seconds", [])
+        line: dict[str, int | float] = {k: v for k, v in self.data.items() if k in _COUNTERS}
+        if seconds:
+            line["mean pull seconds"] = round(sum(seconds) / len(seconds), 4)
+            megabytes = self.data.get("pull_bytes", 0) / 1e6
+            line["pull MB/s"] = round(megabytes / max(sum(seconds), 1e-9))
+        failures = self.data.get("pull_failures", {})
+        return line | {f"failed pulls ({reason})": count for reason, count in failures.items()}
+
+
+class P2pPromMetrics(KVConnectorPromMetrics):
+    """``vllm:kvpp_p2p_*``."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: create_metric_per_engine(
+                self._counter_cls(
+                    name=f"vllm:kvpp_p2p_{name}", documentation=text, labelnames=labelnames
+                ),
+                per_engine_labelvalues,
+            )
+            for name, text in _COUNTERS.items()
+        }
+        self._seconds = create_metric_per_engine(
+            self._histogram_cls(
+                name="vllm:kvpp_p2p_pull_seconds",
+                documentation="Seconds of each pull",
+                buckets=_SECONDS,
+                labelnames=labelnames,
+            ),
+            per_engine_labelvalues,
+        )
+        self._failures = self._counter_cls(
+            name="vllm:kvpp_p2p_pull_failures",
+            documentation="Pulls that failed, by reason",
+            labelnames=[*labelnames, "reason"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Count one interval."""
+        for name, counter in self._counters.items():
+            counter[engine_idx].inc(transfer_stats_data.get(name, 0))
+        for seconds in transfer_stats_data.get("pull_seconds", []):
+            self._seconds[engine_idx].observe(seconds)
+        labels = self.per_engine_labelvalues[engine_idx]
+        for reason, count in transfer_stats_data.get("pull_failures", {}).items():
+            self._failures.labels(*labels, reason).inc(count)

@@ -1,0 +1,228 @@
+"""The half of MooncakeConnectorV2 that runs beside vLLM's scheduler.
+
+At prefill it keeps the leases; at decode it decides what is pulled, once per request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.p2p.control import ControlServer
+from kvpp_connectors.p2p.courier import Courier
+from kvpp_connectors.p2p.lease import LeaseBook
+from kvpp_connectors.p2p.messages import WorkerHandshake
+from kvpp_connectors.p2p.offer import (
+    OFFER_VERSION,
+    BadOffer,
+    Offer,
+    OfferDetails,
+    make_params,
+    read_offer,
+)
+from kvpp_connectors.p2p.puller import Pull
+from kvpp_connectors.p2p.settings import EngineFacts
+from kvpp_connectors.p2p.wire import (
+    Confirm,
+    Gone,
+    Granted,
+    Open,
+    Refused,
+    Release,
+    Released,
+    Renew,
+    Reply,
+    Request,
+    Valid,
+    WorkerAddress,
+)
+
+__all__ = ["DecodeScheduler", "PrefillScheduler"]
+
+logger = get_logger(__name__)
+
+
+class PrefillScheduler:
+    """Leases of this engine's finished requests, judged at an endpoint of their own."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._lock = threading.Lock()
+        self._book = LeaseBook(facts.options.lease_seconds)
+        self._workers: list[WorkerAddress] = []
+        self._server = ControlServer(
+            facts.host,
+            0,
+            facts.key,
+            self._judge,
+            what=f"the lease endpoint of engine {facts.engine_id}",
+            option="kv_connector_extra_config.host",
+            tick=self._expire,
+        )
+
+    def meet_workers(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
+        """Learn the endpoints that the workers bound, by rank."""
+        self._workers = [
+            address for rank in sorted(handshakes) for address in handshakes[rank].addresses
+        ]
+
+    def finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
+        """A request that decode asked for has ended: offer its prompt's blocks, or None.
+
+        The blocks must stay until `take_let_go` names the request.
+        """
+        params = request.kv_transfer_params or {}
+        tokens = request.num_prompt_tokens
+        if not params.get("do_remote_decode") or request.num_computed_tokens < tokens:
+            return None
+        # Blocks beyond the prompt hold nothing of it: tokens drafted or looked ahead.
+        blocks = block_ids[: -(-tokens // self._facts.block_size)]
+        with self._lock:
+            generation = self._book.grant(request.request_id, request.request_id, time.monotonic())
+        offer = Offer(
+            remote_engine_id=self._facts.engine_id,
+            remote_host=self._server.host,
+            remote_port=self._server.port,
+            remote_block_ids=[blocks],
+            remote_num_tokens=tokens,
+            remote_block_size=self._facts.block_size,
+            kvpp=OfferDetails(OFFER_VERSION, request.request_id, generation, self._workers),
+        )
+        facts = self._facts
+        return make_params(offer, request.request_id, facts.tp, facts.pp, facts.pcp)
+
+    def take_let_go(self) -> list[str]:
+        """Requests whose blocks nobody may read any more, each once."""
+        with self._lock:
+            ended = self._book.take_ended()
+        for lease in ended:
+            logger.info("request %s: lease over (%s)", lease.request_id, lease.reason)
+        return [lease.request_id for lease in ended]
+
+    def counts(self) -> dict[str, int]:
+        """Leases granted, read, released and expired since the start, and messages refused."""
+        with self._lock:
+            leases = {f"leases_{name}": count for name, count in self._book.counts.items()}
+        return {**leases, "messages_refused": self._server.refused.total()}
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.close()
+
+    def _expire(self) -> None:
+        with self._lock:
+            self._book.expire(time.monotonic())
+
+    def _judge(self, request: Request) -> Reply:
+        book, now = self._book, time.monotonic()
+        with self._lock:
+            match request:
+                case Open(transfer, generation, engine, readers):
+                    why = book.open(transfer, generation, engine, readers, now)
+                    return Gone(why) if why else Granted(self._facts.options.lease_seconds)
+                case Renew(transfer, generation):
+                    why = book.renew(transfer, generation, now)
+                    return Gone(why) if why else Granted(self._facts.options.lease_seconds)
+                case Confirm(transfer, generation, reader):
+                    why = book.confirm(transfer, generation, reader, now)
+                    return Gone(why) if why else Valid()
+                case Release(transfer, generation, reason):
+                    book.release(transfer, generation, reason, now)
+                    return Released()
+        return Refused("a lease endpoint; workers describe themselves at kv_port")
+
+
+class DecodeScheduler:
+    """Which requests are pulled. A request is pulled once; what comes later is computed here."""
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self._facts = facts
+        self._courier = Courier(facts.key, facts.options.control_timeout_s)
+        self._offers: dict[str, Offer] = {}  # requests that have not been pulled yet
+        self._pulling: set[str] = set()
+        self._pulls: list[Pull] = []
+        self._cancelled: list[str] = []
+
+    def arrived(self, request: Any) -> None:
+        """Read a new request's offer, and keep its lease alive while the request waits."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return
+        try:
+            offer = read_offer(params)
+        except BadOffer as error:
+            logger.error("request %s: computed here, %s", request.request_id, error)
+            return
+        self._courier.keep(request.request_id, offer)
+        if problem := self._mismatch(request, offer):
+            logger.error("request %s: computed here, %s", request.request_id, problem)
+            self._courier.release(request.request_id, "mismatch")
+            return
+        self._offers[request.request_id] = offer
+
+    def external_tokens(self, request: Any, computed: int) -> int:
+        """Prompt tokens beyond ``computed`` that can be pulled."""
+        offer = self._offers.get(request.request_id)
+        return max(0, offer.remote_num_tokens - computed) if offer else 0
+
+    def allocated(self, request: Any, block_ids: list[int], tokens: int) -> None:
+        """Blocks are there: pull ``tokens`` tokens, or nothing if all are here already."""
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
+            return
+        if not tokens:
+            self._courier.release(request.request_id, "not needed")
+            return
+        first = (offer.remote_num_tokens - tokens) // self._facts.block_size
+        self._pulls.append(
+            Pull(
+                request.request_id,
+                offer,
+                tuple(offer.blocks[first:]),
+                tuple(block_ids[first : len(offer.blocks)]),
+            )
+        )
+        self._pulling.add(request.request_id)
+
+    def ended(self, request: Any) -> None:
+        """A request is over: what was not pulled is released, a running pull is cut short."""
+        if self._offers.pop(request.request_id, None) is not None:
+            self._courier.release(request.request_id, "request ended")
+        if request.request_id in self._pulling:
+            self._cancelled.append(request.request_id)
+
+    def received(self, request_ids: set[str]) -> None:
+        """Pulls that ended on all workers."""
+        for request_id in request_ids & self._pulling:
+            self._pulling.discard(request_id)
+            self._courier.forget(request_id)
+
+    def take_step(self) -> tuple[list[Pull], list[str]]:
+        """Pulls to start and request ids to cancel in this step."""
+        pulls, self._pulls = self._pulls, []
+        cancelled, self._cancelled = self._cancelled, []
+        return pulls, cancelled
+
+    def counts(self) -> dict[str, int]:
+        """Messages that did not reach their lease."""
+        return {"leases_not_reached": self._courier.not_reached}
+
+    def close(self) -> None:
+        """Stop renewing."""
+        self._courier.close()
+
+    def _mismatch(self, request: Any, offer: Offer) -> str | None:
+        if offer.remote_block_size != self._facts.block_size:
+            return (
+                f"the prefill side has blocks of {offer.remote_block_size} tokens, this side of "
+                f"{self._facts.block_size}"
+            )
+        if offer.remote_num_tokens != request.num_prompt_tokens:
+            return (
+                f"{offer.remote_num_tokens} tokens were prefilled and the prompt has "
+                f"{request.num_prompt_tokens}; do both sides use the same chat template?"
+            )
+        return None

@@ -1,0 +1,236 @@
+"""The half of MooncakeConnectorV2 that runs in each worker.
+
+At prefill it publishes where this worker's layers lie; at decode it pulls.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.p2p.control import ControlServer
+from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
+from kvpp_connectors.p2p.puller import Puller, PullerSettings, PullResult
+from kvpp_connectors.p2p.settings import EngineFacts
+from kvpp_connectors.p2p.stats import P2pStats
+from kvpp_connectors.p2p.wire import (
+    Describe,
+    Description,
+    Refused,
+    Region,
+    Reply,
+    Request,
+    WorkerAddress,
+)
+from kvpp_connectors.transport import TransferEngine, default_protocol, process_engine
+from kvpp_core.errors import KvppError
+from kvpp_core.layout import RankLayout
+
+__all__ = ["Ranks", "WorkerSide", "cache_regions", "kept_components"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where a worker stands in its engine."""
+
+    pp: int
+    pcp: int
+    tp: int
+
+
+class WorkerSide:
+    """One worker's endpoint, transfer engine and pulls."""
+
+    def __init__(
+        self,
+        facts: EngineFacts,
+        ranks: Ranks,
+        layout: RankLayout | None,
+        gather: Callable[[WorkerAddress], list[WorkerAddress]],
+    ) -> None:
+        """``gather`` exchanges addresses among the PCP ranks of this PP and TP rank."""
+        self._facts, self._ranks, self._layout, self._gather = facts, ranks, layout, gather
+        self._addresses: list[WorkerAddress] = []
+        self._engine: TransferEngine | None = None
+        self._server: ControlServer | None = None
+        self._puller: Puller | None = None
+        self._description: Description | None = None
+        self._invalid_blocks: set[int] = set()
+        self._stats = P2pStats()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Take over the caches: let peers read them, or get ready to pull into them.
+
+        Raises:
+            KvppError: the transfer engine does not start, or a port is taken.
+        """
+        facts, options = self._facts, self._facts.options
+        protocol = options.protocol or default_protocol(facts.device_type)
+        self._engine = process_engine(facts.host, protocol)
+        kept = kept_components(kv_caches, self._layout)
+        for cache in kept.values():
+            self._engine.register(cache.untyped_storage())
+        self._description = Description(
+            epoch=secrets.token_hex(8),
+            session=self._engine.session,
+            model=facts.model,
+            block_size=facts.block_size,
+            kv_cache_dtype=facts.kv_cache_dtype,
+            regions=cache_regions(kept),
+        )
+        if facts.produces:
+            self._server = self._listen()
+            self._addresses = self._gather(
+                WorkerAddress(self._server.host, self._server.port, self._description.epoch)
+            )
+        if facts.consumes:
+            self._puller = Puller(self._description, self._engine, self._puller_settings())
+
+    def handshake(self) -> WorkerHandshake | None:
+        """What the scheduler half tells decode of this worker."""
+        return WorkerHandshake(self._addresses) if self._addresses else None
+
+    def start(self, step: StepMetadata) -> None:
+        """Start this step's pulls."""
+        if self._puller is None:
+            return
+        for pull in step.pulls:
+            self._puller.submit(pull)
+        for request_id in step.cancelled:
+            self._puller.cancel(request_id)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose pull has ended: all of them, and those that failed."""
+        results = self._puller.take_results() if self._puller is not None else []
+        for result in results:
+            self._stats.record(result)
+            self._log(result)
+            if result.problem is not None:
+                self._invalid_blocks |= set(result.pull.local_blocks)
+        failed = {result.pull.request_id for result in results if result.problem is not None}
+        return {result.pull.request_id for result in results}, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Local blocks that were to be filled and are not, since the last call."""
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def take_stats(self) -> P2pStats:
+        """What happened since the last call."""
+        stats, self._stats = self._stats, P2pStats()
+        return stats
+
+    def close(self) -> None:
+        """End pulls and stop answering."""
+        if self._puller is not None:
+            self._puller.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _listen(self) -> ControlServer:
+        facts, ranks = self._facts, self._ranks
+        server = ControlServer(
+            facts.host,
+            facts.handshake_port(ranks.pp, ranks.pcp, ranks.tp),
+            facts.key,
+            self._answer,
+            what=f"worker pp {ranks.pp} pcp {ranks.pcp} tp {ranks.tp} of engine {facts.engine_id}",
+            option=f"kv_transfer_config.kv_port (now {facts.kv_port}; 0 takes free ports)",
+        )
+        logger.info("worker %s answers prefill handshakes at %s:%d", ranks, facts.host, server.port)
+        if facts.key is None and facts.host not in ("127.0.0.1", "::1", "localhost"):
+            logger.warning(
+                "%s:%d is open to everybody who can reach it; share a key (key_file, "
+                "KVPP_P2P_KEY) and keep Mooncake's own ports on a private network",
+                facts.host,
+                server.port,
+            )
+        return server
+
+    def _answer(self, request: Request) -> Reply:
+        if isinstance(request, Describe) and self._description is not None:
+            return self._description
+        return Refused("a worker's endpoint; leases are kept at remote_host:remote_port")
+
+    def _puller_settings(self) -> PullerSettings:
+        facts, ranks, options = self._facts, self._ranks, self._facts.options
+        return PullerSettings(
+            engine_id=facts.engine_id,
+            reader=(ranks.pp * facts.pcp + ranks.pcp) * facts.tp + ranks.tp,
+            readers=facts.workers,
+            key=facts.key,
+            control_timeout=options.control_timeout_s,
+            pull_timeout=options.pull_timeout_s,
+            window=options.window,
+            threads=options.threads,
+        )
+
+    def _log(self, result: PullResult) -> None:
+        pull, offer = result.pull, result.pull.offer
+        if result.problem is None:
+            logger.info(
+                "request %s: pulled %s bytes of %d blocks in %.3f s from engine %s (transfer %s)",
+                pull.request_id,
+                f"{result.bytes:,}",
+                len(pull.local_blocks),
+                result.seconds,
+                offer.remote_engine_id,
+                offer.kvpp.transfer_id,
+            )
+        else:
+            logger.error(
+                "request %s: its KV did not come from engine %s (transfer %s, lease at %s:%d): "
+                "%s: %s",
+                pull.request_id,
+                offer.remote_engine_id,
+                offer.kvpp.transfer_id,
+                offer.remote_host,
+                offer.remote_port,
+                result.reason,
+                result.problem,
+            )
+
+
+def kept_components(
+    kv_caches: Mapping[str, torch.Tensor], layout: RankLayout | None
+) -> dict[str, torch.Tensor]:
+    """The caches that this worker keeps for good: with KVPP its own layers and its drafts.
+
+    Scratch memory is never read by a peer.
+    """
+    if layout is None:
+        return dict(kv_caches)
+    placement = layout.placement
+    bundles = [*(placement.bundles[i] for i in placement.owned), *placement.drafts]
+    return {c.name: kv_caches[c.name] for bundle in bundles for c in bundle.components}
+
+
+def cache_regions(caches: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Where each cache's blocks lie. A cache is (blocks, ...), one block dense in memory.
+
+    Raises:
+        KvppError: the bytes of a block are not in one piece.
+    """
+    regions = []
+    for name, cache in caches.items():
+        blocks, size = cache.shape[0], cache.element_size()
+        if not cache[0].is_contiguous():
+            raise KvppError(
+                f"a block of {name} is not in one piece; set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            )
+        regions.append(
+            Region(
+                name=name,
+                base=cache.data_ptr(),
+                stride=cache.stride(0) * size,
+                block_bytes=cache[0].numel() * size,
+                num_blocks=blocks,
+            )
+        )
+    return regions

@@ -1,0 +1,1 @@
+"""MooncakeConnectorV2: the protocol in parts, and between real engines."""
