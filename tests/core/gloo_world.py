@@ -30,7 +30,8 @@ import torch.distributed as dist
 
 __all__ = ["BOUND", "GlooWorld", "Rank", "RankFailure"]
 
-BOUND = 60.0  # seconds that one scenario, or the start of a world, may take by default
+BOUND = 60.0  # seconds that one scenario, or the start of a small world, may take by default
+START = 20.0  # seconds for each rank of a large world: on a busy machine all share one core
 GRACE = 15.0  # seconds that the other ranks get to end by themselves once one has failed
 
 P = ParamSpec("P")
@@ -117,7 +118,7 @@ class GlooWorld:
             process.start()
             there.close()
             self._children.append(_Child(process, here, stacks))
-        self._answers("the start of the world", BOUND)
+        self._answers("the start of the world", _start_bound(self._size))
 
     def _answers(self, what: str, bound: float) -> list[_Answer]:
         """One answer of every rank, or RankFailure and a world that is gone."""
@@ -198,13 +199,17 @@ def _serve(rank: Rank, store: Path, stacks: Path, connection: Connection) -> Non
             answer = _attempt(scenario, (rank, *args), kwargs)
 
 
+def _start_bound(size: int) -> float:
+    return max(BOUND, START * size)
+
+
 def _join(rank: Rank, store: Path) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank.rank,
         world_size=rank.size,
-        timeout=timedelta(seconds=BOUND),
+        timeout=timedelta(seconds=_start_bound(rank.size)),
     )
 
 

@@ -70,7 +70,8 @@ def pattern(component: str, block: int, writer: int, generation: int, size: int)
     """The bytes of one row. Values are 0..250: never POISON."""
     seed = zlib.crc32(f"{component}/{block}/{writer}/{generation}".encode())
     start, stride = seed % 251, 1 + (seed >> 8) % 250
-    return ((torch.arange(size) * stride + start) % 251).to(torch.uint8)
+    period = ((torch.arange(min(size, 251)) * stride + start) % 251).to(torch.uint8)
+    return period.repeat(-(-size // 251))[:size]
 
 
 class RankMemory:

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -105,6 +106,11 @@ class Rig:
     def acquire(self, ordinal: int) -> None:
         """Acquire a target layer by its last component: an indexer comes before its main cache."""
         self.pipeline.acquire(self.component(ordinal, -1))
+
+    def set_policy(self, policy: BroadcastPolicy) -> None:
+        """Change the broadcast policy between two steps."""
+        self.pipeline.set_policy(policy)
+        self.settings = replace(self.settings, policy=policy)
 
     def read(self, ordinal: int, generation: int, blocks: Sequence[int] = ACTIVE) -> None:
         """Submit a read of a layer to the compute stream, to be checked when it happens."""
