@@ -6,10 +6,10 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint wheel docs clean
+.PHONY: help setup demo test test-matrix soak lint wheel docs clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.ready ## make the virtual environment
 
@@ -21,6 +21,12 @@ demo: $(VENV)/.ready ## run KVPP off and on in a real engine and compare
 
 test: lint ## lint, type-check and run all tests
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes and ranks (hours; ARGS="--only mla eager")
+	@$(BIN)/python -m tests.matrix $(ARGS)
+
+soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 lint: $(VENV)/.ready ## ruff and mypy
 	@$(BIN)/ruff check .
