@@ -53,6 +53,7 @@ class Launch:
     attention_quant_fusion: bool = False
     speculative_method: str | None = None
     dynamic_speculation: bool = False
+    draft_uses_mla: bool = True  # also where there is no draft model
     kv_cache_events: bool = False
     worker_cls: str = "auto"
     dual_batch_overlap: bool = False
@@ -103,6 +104,7 @@ def launch_from_vllm(config: Any) -> Launch:
         attention_quant_fusion=bool(compilation.pass_config.fuse_attn_quant),
         speculative_method=speculative.method if speculative else None,
         dynamic_speculation=bool(speculative and speculative.num_speculative_tokens_per_batch_size),
+        draft_uses_mla=_draft_uses_mla(speculative),
         kv_cache_events=bool(events and events.enable_kv_cache_events),
         worker_cls=parallel.worker_cls,
         dual_batch_overlap=parallel.enable_dbo,
@@ -134,6 +136,11 @@ def _child(path: str, child: object) -> Connector:
         extra=extra if malformed is None else {},
         malformed_extra=malformed,
     )
+
+
+def _draft_uses_mla(speculative: Any) -> bool:
+    draft = speculative.draft_model_config if speculative else None
+    return draft is None or bool(draft.use_mla)
 
 
 def _mode_name(mode: Any) -> str:

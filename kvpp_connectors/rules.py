@@ -114,11 +114,9 @@ def _captures(launch: Launch) -> bool:
 
 
 def _captures_the_update(launch: Launch) -> bool:
-    """Whether the user's splitting_ops leave the cache update inside a graph; none is no graph."""
-    ops = launch.splitting_ops
-    return (
-        _captures(launch) and bool(ops) and not {CACHE_UPDATE, f"{CACHE_UPDATE}.default"} & {*ops}
-    )
+    """Whether splitting_ops leave the cache update inside a graph. An empty list: no graphs."""
+    ops = launch.splitting_ops or (CACHE_UPDATE,)
+    return _captures(launch) and CACHE_UPDATE not in [op.removesuffix(".default") for op in ops]
 
 
 def _shares_cost_more(launch: Launch) -> bool:
@@ -237,6 +235,15 @@ LAUNCH_RULES = (
         reason="KVPP keeps draft caches apart from target caches and knows how to for "
         f"{', '.join(FIXED_K_METHODS)} only.",
         remedy=f"Use one of {', '.join(FIXED_K_METHODS)}, or no speculation.",
+    ),
+    LaunchRule(
+        name="connectors-need-mla-drafts",
+        option="--speculative-config.model",
+        broken=lambda launch: launch.connector is not None and not launch.draft_uses_mla,
+        value=lambda launch: f"a draft without MLA, beside {launch.connectors[0].name}",
+        reason="Each rank keeps other heads of such a draft's cache, and a KV connector takes "
+        "draft layers from one rank.",
+        remedy="Use a draft with MLA, no speculation, or no KV connector.",
     ),
     LaunchRule(
         name="no-kv-events",

@@ -25,8 +25,8 @@ _SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "15",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "15",
     "MC_TRANSFER_TIMEOUT": "30",
     "MC_TCP_SLICE_SIZE": "262144",
 }
@@ -71,6 +71,11 @@ class TransferEngine:
         self.protocol = protocol
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self._registered: set[int] = set()
+
+    @property
+    def raw(self) -> Any:
+        """Mooncake's own object, to measure it."""
+        return self._engine
 
     def register(self, storage: torch.UntypedStorage) -> None:
         """Let peers read a whole storage. Once per storage; again is legal.

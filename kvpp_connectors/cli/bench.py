@@ -1,4 +1,4 @@
-"""`kvpp bench`: what one layer's broadcast costs in each mode, against the raw transport."""
+"""`kvpp bench broadcast`: one layer's broadcast in each mode, against the raw transport."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from kvpp_core.group import KvppGroup
 
-__all__ = ["Case", "Timing", "bench"]
+__all__ = ["Case", "Timing", "bench_broadcast"]
 
 _TIMEOUT_S = 60.0
 _MODES = ("full", "runs", "packed")
@@ -56,7 +56,7 @@ class _World:
     cases: tuple[Case, ...]
 
 
-def bench(
+def bench_broadcast(
     ranks: Annotated[int, typer.Option(min=2, help="Processes in the gloo group.")] = 2,
     layer_mib: Annotated[int, typer.Option(min=1, help="Size of one layer's pool, MiB.")] = 64,
     block_kib: Annotated[int, typer.Option(min=1, help="Size of one block, KiB.")] = 36,

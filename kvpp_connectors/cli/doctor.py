@@ -7,12 +7,13 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Finding", "doctor", "examine"]
+__all__ = ["Finding", "doctor", "examine", "examine_peer"]
 
 _MOONCAKE = ("non-cuda", "", "npu")
 
@@ -27,12 +28,22 @@ class Finding:
     remedy: str = ""
 
 
-def doctor() -> None:
+def doctor(
+    peer: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of a running prefill worker (kv_port): show what it publishes."
+        ),
+    ] = None,
+    key_file: Annotated[
+        str | None, typer.Option(help="The key shared with --peer; or KVPP_P2P_KEY.")
+    ] = None,
+) -> None:
     """Print versions, libraries, the platform, the hooks, and the CPU self-check.
 
-    Exit code 1 if something that KVPP needs is missing or wrong.
+    Exit code 1 if something that KVPP needs is missing or wrong, or the peer does not answer.
     """
-    findings = list(examine())
+    findings = list(examine() if peer is None else examine_peer(peer, key_file))
     table = Table("", "found", "", "what to do")
     for finding in findings:
         mark = {None: "", True: "[green]ok[/green]", False: "[red]WRONG[/red]"}[finding.ok]
@@ -48,6 +59,31 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield from _libraries()
     yield from _vllm()
+
+
+def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
+    """Shake hands with a prefill worker."""
+    from kvpp_connectors.p2p.client import describe
+    from kvpp_connectors.p2p.config import P2pOptions, read_key
+    from kvpp_core.errors import KvppError
+
+    host, _, port = peer.rpartition(":")
+    if not host or not port.isdecimal():
+        yield Finding("--peer", peer, False, "write HOST:PORT, with the worker's kv_port")
+        return
+    try:
+        found = describe(host, int(port), read_key(P2pOptions(key_file=key_file)))
+    except KvppError as error:
+        yield Finding(peer, str(error), False, "is it a prefill node, and is this its kv_port?")
+        return
+    yield Finding(peer, f"epoch {found.epoch}, transfer engine {found.session}", True)
+    yield Finding("model", found.model)
+    yield Finding("block size, kv dtype", f"{found.block_size} tokens, {found.kv_cache_dtype}")
+    size = sum(region.block_bytes * region.num_blocks for region in found.regions)
+    yield Finding("keeps", f"{len(found.regions)} components, {size:,} bytes")
+    for region in found.regions:
+        words = f"{region.num_blocks:,} blocks of {region.block_bytes:,} bytes"
+        yield Finding(f"  {region.name}", words)
 
 
 def _packages() -> Iterator[Finding]:

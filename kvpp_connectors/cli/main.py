@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import typer
 
-from kvpp_connectors.cli.bench import bench
+from kvpp_connectors.cli.bench import bench_broadcast
+from kvpp_connectors.cli.bench_p2p import bench_p2p
 from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
 from kvpp_connectors.cli.plan import plan
+from kvpp_connectors.cli.proxy import proxy
 
 __all__ = ["app", "main"]
 
@@ -22,7 +24,11 @@ app.command()(plan)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(check)
 app.command()(doctor)
 app.command()(demo)
-app.command()(bench)
+benches = typer.Typer(help="Measure on this machine; only ratios taken in one run are of use.")
+benches.command("broadcast")(bench_broadcast)
+benches.command("p2p")(bench_p2p)
+app.add_typer(benches, name="bench", no_args_is_help=True)
+app.command()(proxy)
 
 
 def main() -> None:

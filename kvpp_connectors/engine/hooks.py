@@ -143,7 +143,11 @@ HOOKS = (
     Hook("vllm.compilation.breakable_cudagraph", "is_breakable_cudagraph_enabled"),
     *_members(_CONFIG, "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE"),
     *_members(_CONFIG, "DeviceConfig", "device_type"),
-    *_members(_CONFIG, "SpeculativeConfig", "method num_speculative_tokens_per_batch_size"),
+    *_members(
+        _CONFIG,
+        "SpeculativeConfig",
+        "draft_model_config method num_speculative_tokens_per_batch_size",
+    ),
     *_members(_CONFIG, "KVTransferConfig", "kv_connector kv_role kv_connector_extra_config"),
     *_members(_CONFIG, "KVEventsConfig", "enable_kv_cache_events"),
     *_members(_CONFIG, "AttentionConfig", "hisparse_config"),
@@ -160,7 +164,12 @@ HOOKS = (
     # Caches and the layers that use them.
     *_members(_CACHE, "MLAAttentionSpec", "block_size page_size_bytes"),
     Hook(_CACHE, "KVCacheTensor", ("size", "layers", "layer_stride", "block_stride", "offset")),
-    Hook(_CACHE, "KVCacheConfig", ("num_blocks", "kv_cache_tensors", "kv_cache_layout")),
+    *_members(_CACHE, "FullAttentionSpec", "block_size page_size_bytes"),
+    Hook(
+        _CACHE,
+        "KVCacheConfig",
+        ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_cache_layout"),
+    ),
     Hook(_ATTENTION, "MLAAttention.prepare_kv_cache_update", ("attn_metadata",)),
     *_members(_ATTENTION, "MLAAttention", "kv_cache"),
     Hook("vllm.model_executor.models.utils", "extract_layer_index", ("layer_name",)),

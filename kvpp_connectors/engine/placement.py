@@ -20,7 +20,14 @@ from kvpp_core.group import KvppGroup
 from kvpp_core.layout import Placement, RankLayout
 from kvpp_core.ownership import assign_owners
 
-__all__ = ["backing_buffer", "block_size_of", "place", "plan", "read_bundles"]
+__all__ = [
+    "backing_buffer",
+    "block_size_of",
+    "check_own_caches",
+    "place",
+    "plan",
+    "read_bundles",
+]
 
 
 def read_bundles(
@@ -28,17 +35,26 @@ def read_bundles(
 ) -> tuple[tuple[LayerBundle, ...], tuple[LayerBundle, ...]]:
     """Group vLLM's cache specs by transformer layer: (target bundles, draft bundles).
 
+    Drafts stay as vLLM has them on each rank, so that full attention with heads of its own will do:
+    vLLM's planner puts it into the target's cache group, over the same blocks.
+
     Raises:
-        PlanError: a cache is not full MLA attention, or block sizes differ.
+        PlanError: a target's cache is not MLA, a draft's is not full attention, or block sizes
+            differ.
     """
     from vllm.model_executor.models.utils import extract_layer_index
-    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     for name, spec in specs.items():
-        if not isinstance(spec, MLAAttentionSpec):
+        if name not in draft_names and not isinstance(spec, MLAAttentionSpec):
             raise PlanError(
                 f"the cache of {name} is a {type(spec).__name__}; KVPP handles MLAAttentionSpec "
                 "only. Serve a non-hybrid MLA or SFA model or switch KVPP off."
+            )
+        if not isinstance(spec, FullAttentionSpec):
+            raise PlanError(
+                f"the draft's cache of {name} is a {type(spec).__name__}, with blocks of its own; "
+                "KVPP follows the target's. Use a draft model with MLA or full attention, or none."
             )
     block_size_of(specs)
     targets, drafts = (
@@ -50,6 +66,21 @@ def read_bundles(
         for wanted in (False, True)
     )
     return targets, drafts
+
+
+def check_own_caches(layers: Mapping[str, Any]) -> None:
+    """Check that no layer, of the target or the draft, uses the cache of another one.
+
+    Raises:
+        PlanError: one does; names both.
+    """
+    for name, layer in layers.items():
+        if owner := getattr(layer, "kv_sharing_target_layer_name", None):
+            raise PlanError(
+                f"{name} uses the cache of {owner}; under KVPP every layer has its own, and a "
+                "draft cannot read a target's. Use a model or draft without KV sharing, or switch "
+                "KVPP off."
+            )
 
 
 def block_size_of(specs: Mapping[str, Any]) -> int:
@@ -99,9 +130,16 @@ def place(config: Any, layout: RankLayout) -> Any:
     """The KVCacheConfig with every layer at its place in the KVPP layout.
 
     Raises:
-        PlanError: the engine planned other layers, or a layout that is not one region per layer.
+        PlanError: the engine planned other layers, several cache groups, or a layout that is not
+            one region per layer.
     """
     from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    if len(config.kv_cache_groups) != 1:
+        raise PlanError(
+            f"the engine planned {len(config.kv_cache_groups)} cache groups; KVPP follows the "
+            "blocks of one. Serve a non-hybrid model without such a draft, or switch KVPP off."
+        )
 
     planned = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
     if planned != set(layout.components):

@@ -12,7 +12,13 @@ import torch
 
 from kvpp_connectors.config import read_settings
 from kvpp_connectors.engine import groups, hooks
-from kvpp_connectors.engine.placement import backing_buffer, block_size_of, place, plan
+from kvpp_connectors.engine.placement import (
+    backing_buffer,
+    block_size_of,
+    check_own_caches,
+    place,
+    plan,
+)
 from kvpp_connectors.engine.setup import examine_resolved
 from kvpp_connectors.engine.steps import read_step
 from kvpp_connectors.log import get_logger
@@ -77,9 +83,7 @@ class KvppWorkerMixin:
         available = super().determine_available_memory()  # type: ignore[misc]
         specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
         assert self._kvpp_group is not None
-        for name, layer in self._kvpp_layers().items():
-            if target := getattr(layer, "kv_sharing_target_layer_name", None):
-                raise PlanError(f"{name} shares the cache of {target}; KVPP needs its own")
+        check_own_caches(self._kvpp_layers())
         drafts = hooks.draft_cache_names(self.model_runner, self._kvpp_layers())
         self._kvpp_placement = plan(specs, drafts, self._kvpp_group, self._kvpp_options)
         self._kvpp_block_size = block_size_of(specs)

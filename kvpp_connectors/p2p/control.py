@@ -156,9 +156,9 @@ class ControlClient:
         problem = ""
         for _ in range(attempts):
             frame, nonce = self._codec.request(request)
-            socket = self._connect()
-            socket.send(frame)
             try:
+                socket = self._connect()
+                socket.send(frame)
                 return self._receive(socket, nonce)
             except WireError as error:
                 problem = str(error)
@@ -179,11 +179,14 @@ class ControlClient:
 
     def _connect(self) -> zmq.Socket[bytes]:
         if self._socket is None:
-            self._socket = self._context.socket(zmq.DEALER)
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
-            self._socket.setsockopt(zmq.IPV6, int("[" in self._address))
-            self._socket.connect(self._address)
+            try:
+                self._socket = self._context.socket(zmq.DEALER)
+                self._socket.setsockopt(zmq.LINGER, 0)
+                self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
+                self._socket.setsockopt(zmq.IPV6, int("[" in self._address))
+                self._socket.connect(self._address)
+            except (zmq.ZMQError, UnicodeError) as error:  # a stranger's word may be no address
+                raise WireError("address", str(error)) from error
         return self._socket
 
     def _receive(self, socket: zmq.Socket[bytes], nonce: bytes) -> Reply:

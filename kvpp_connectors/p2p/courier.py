@@ -6,6 +6,7 @@ it is clear that nobody will read, the lease is released at once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
 from kvpp_connectors.p2p.offer import Offer
-from kvpp_connectors.p2p.wire import Granted, Release, Renew, Request
+from kvpp_connectors.p2p.wire import Granted, Release, Renew, Reply, Request
 
 __all__ = ["Courier"]
 
@@ -38,7 +39,6 @@ class Courier:
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._releases: queue.SimpleQueue[tuple[Offer, str] | None] = queue.SimpleQueue()
-        self._stopped = False
         self.not_reached = 0
         self._thread = threading.Thread(target=self._run, name="kvpp courier", daemon=True)
         self._thread.start()
@@ -63,46 +63,61 @@ class Courier:
 
     def close(self) -> None:
         """Stop; releases that were asked for are still sent."""
-        self._stopped = True
         self._releases.put(None)
         self._thread.join(2 * self._timeout)
 
     def _run(self) -> None:
-        while True:
-            try:
-                job = self._releases.get(timeout=0.2)
-            except queue.Empty:
-                job = None
-            if job is not None:
-                offer, reason = job
+        jobs: list[tuple[Offer, str] | None] = []
+        while None not in jobs:
+            jobs = self._take_releases()
+            # A dead peer costs one wait a round, however many leases it had: the others' leases
+            # have to be renewed meanwhile.
+            silent: set[tuple[str, int]] = set()
+            for offer, reason in filter(None, jobs):
                 details = offer.kvpp
-                self._tell(offer, Release(details.transfer_id, details.generation, reason))
-            elif self._stopped:
-                return
-            else:
-                self._renew_due()
+                self._tell(offer, Release(details.transfer_id, details.generation, reason), silent)
+            if None not in jobs:
+                self._renew_due(silent)
 
-    def _renew_due(self) -> None:
+    def _take_releases(self) -> list[tuple[Offer, str] | None]:
+        """All that wait; up to 0.2 s for the first."""
+        jobs: list[tuple[Offer, str] | None] = []
+        with contextlib.suppress(queue.Empty):
+            jobs.append(self._releases.get(timeout=0.2))
+            while True:
+                jobs.append(self._releases.get_nowait())
+        return jobs
+
+    def _renew_due(self, silent: set[tuple[str, int]]) -> None:
         now = time.monotonic()
         with self._lock:
             due = [(name, kept) for name, kept in self._kept.items() if kept.due <= now]
         for request_id, kept in due:
             details = kept.offer.kvpp
-            term = self._tell(kept.offer, Renew(details.transfer_id, details.generation))
-            if term is None:
-                self.forget(request_id)
+            reply = self._tell(kept.offer, Renew(details.transfer_id, details.generation), silent)
+            if isinstance(reply, Granted):
+                kept.due = time.monotonic() + reply.seconds / 3
+            elif reply is None:  # the lease has two thirds of its term left: ask again
+                kept.due = time.monotonic() + 2 * self._timeout
             else:
-                kept.due = time.monotonic() + term / 3
+                self.forget(request_id)
 
-    def _tell(self, offer: Offer, message: Request) -> float | None:
-        """Send one message; the lease's term in seconds if it goes on."""
+    def _tell(self, offer: Offer, message: Request, silent: set[tuple[str, int]]) -> Reply | None:
+        """Send one message; the reply, or None if there was none.
+
+        A peer that does not answer is added to ``silent``; what is in there is not asked.
+        """
+        peer = offer.remote_host, offer.remote_port
+        if peer in silent:
+            self.not_reached += 1
+            return None
         client = ControlClient(offer.remote_host, offer.remote_port, self._key, self._timeout)
         try:
-            reply = client.ask(message, attempts=1)
+            return client.ask(message, attempts=1)
         except PeerUnreachable as error:
             self.not_reached += 1
+            silent.add(peer)
             logger.warning("transfer %s: %s", offer.kvpp.transfer_id, error)
             return None
         finally:
             client.close()
-        return reply.seconds if isinstance(reply, Granted) else None

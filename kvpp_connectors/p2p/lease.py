@@ -35,7 +35,7 @@ class _Lease:
     generation: int
     expires: float
     confirmed: set[int] = field(default_factory=set)
-    readers: tuple[str, int] | None = None  # decode engine and its workers, from the first on
+    readers: tuple[str, int] | None = None  # a decode request and its workers, from the first on
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class LeaseBook:
     def open(
         self, transfer_id: str, generation: int, engine: str, readers: int, now: float
     ) -> str | None:
-        """A worker of decode engine ``engine`` begins, which renews the lease.
+        """A worker begins for ``engine`` (a decode engine's request), which renews the lease.
 
         Returns None, or why it may not.
         """
@@ -88,7 +88,7 @@ class LeaseBook:
         if lease is None:
             return why
         if lease.readers not in (None, (engine, readers)):
-            return "another decode engine reads it"
+            return "another decode request reads it"
         lease.readers = (engine, readers)
         lease.expires = now + self._seconds
         return None
@@ -113,6 +113,8 @@ class LeaseBook:
             return why
         if lease.readers is None:
             return "confirmed without having been opened"
+        if reader >= lease.readers[1]:
+            return f"reader {reader} of {lease.readers[1]}"
         lease.confirmed.add(reader)
         if len(lease.confirmed) >= lease.readers[1]:
             self._end(transfer_id, "read", "read")

@@ -75,7 +75,8 @@ def read_offer(params: Mapping[str, Any]) -> Offer:
     """
     try:
         offer = msgspec.convert(dict(params), Offer)
-    except msgspec.ValidationError as error:
+        msgspec.msgpack.encode(offer)  # its words will be sent on: half a surrogate cannot be
+    except (msgspec.ValidationError, UnicodeError) as error:
         raise BadOffer(f"kv_transfer_params: {error}") from error
     if offer.kvpp.version != OFFER_VERSION:
         raise BadOffer(

@@ -9,6 +9,7 @@ blocks any more, and not before: its blocks may be handed out again at once.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
@@ -136,7 +137,7 @@ class Puller:
 
     def _run(self, pull: Pull) -> None:
         started = time.monotonic()
-        lease = _Lease(pull.offer, self._settings)
+        lease = _Lease(pull, self._settings)
         result = PullResult(pull, "a fault of this package; see the log", "internal")
         try:
             count = self._fetch(pull, lease, started)
@@ -227,9 +228,14 @@ def _log_bug(future: Future[None]) -> None:
 class _Lease:
     """This worker's dealings with the lease of one transfer."""
 
-    def __init__(self, offer: Offer, settings: PullerSettings) -> None:
+    def __init__(self, pull: Pull, settings: PullerSettings) -> None:
+        offer = pull.offer
         self._offer = offer.kvpp
         self._settings = settings
+        # Workers of one request share a lease. Another request with the same offer must not: its
+        # reads could come after the first one's confirmation, which lets the blocks go.
+        digest = hashlib.sha256(pull.request_id.encode(errors="replace")).hexdigest()[:16]
+        self._party = f"{settings.engine_id}/{digest}"
         self._client = ControlClient(
             offer.remote_host, offer.remote_port, settings.key, settings.control_timeout
         )
@@ -240,7 +246,7 @@ class _Lease:
             Open(
                 self._offer.transfer_id,
                 self._offer.generation,
-                self._settings.engine_id,
+                self._party,
                 self._settings.readers,
             ),
         )

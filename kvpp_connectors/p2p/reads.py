@@ -12,9 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvpp_connectors.log import get_logger
 from kvpp_connectors.transport import Read
 
 __all__ = ["Outcome", "ReadEngine", "read_all"]
+
+logger = get_logger(__name__)
 
 _PAUSE = 0.0002  # seconds between two looks at the window
 
@@ -51,7 +54,11 @@ def read_all(
         problem = problem or stop()
         while waiting and problem is None and len(running) < window:
             read = waiting.pop()
-            handle = engine.start_read(read)
+            try:
+                handle = engine.start_read(read)
+            except (TypeError, ValueError, RuntimeError, OSError) as error:
+                handle = None  # others may be in flight: no way out but the end of the loop
+                logger.error("a read could not be submitted", exc_info=error)
             if handle is None:
                 problem = f"{read.session} did not accept a read of {read.size:,} bytes"
             else:

@@ -13,6 +13,7 @@ from typing import Any
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.control import ControlServer
 from kvpp_connectors.p2p.courier import Courier
+from kvpp_connectors.p2p.judge import judge
 from kvpp_connectors.p2p.lease import LeaseBook
 from kvpp_connectors.p2p.messages import WorkerHandshake
 from kvpp_connectors.p2p.offer import (
@@ -26,17 +27,8 @@ from kvpp_connectors.p2p.offer import (
 from kvpp_connectors.p2p.puller import Pull
 from kvpp_connectors.p2p.settings import EngineFacts
 from kvpp_connectors.p2p.wire import (
-    Confirm,
-    Gone,
-    Granted,
-    Open,
-    Refused,
-    Release,
-    Released,
-    Renew,
     Reply,
     Request,
-    Valid,
     WorkerAddress,
 )
 
@@ -74,7 +66,7 @@ class PrefillScheduler:
 
         The blocks must stay until `take_let_go` names the request.
         """
-        params = request.kv_transfer_params or {}
+        params = _params(request)
         tokens = request.num_prompt_tokens
         if not params.get("do_remote_decode") or request.num_computed_tokens < tokens:
             return None
@@ -117,22 +109,8 @@ class PrefillScheduler:
             self._book.expire(time.monotonic())
 
     def _judge(self, request: Request) -> Reply:
-        book, now = self._book, time.monotonic()
         with self._lock:
-            match request:
-                case Open(transfer, generation, engine, readers):
-                    why = book.open(transfer, generation, engine, readers, now)
-                    return Gone(why) if why else Granted(self._facts.options.lease_seconds)
-                case Renew(transfer, generation):
-                    why = book.renew(transfer, generation, now)
-                    return Gone(why) if why else Granted(self._facts.options.lease_seconds)
-                case Confirm(transfer, generation, reader):
-                    why = book.confirm(transfer, generation, reader, now)
-                    return Gone(why) if why else Valid()
-                case Release(transfer, generation, reason):
-                    book.release(transfer, generation, reason, now)
-                    return Released()
-        return Refused("a lease endpoint; workers describe themselves at kv_port")
+            return judge(self._book, request, self._facts.options.lease_seconds, time.monotonic())
 
 
 class DecodeScheduler:
@@ -148,7 +126,7 @@ class DecodeScheduler:
 
     def arrived(self, request: Any) -> None:
         """Read a new request's offer, and keep its lease alive while the request waits."""
-        params = request.kv_transfer_params or {}
+        params = _params(request)
         if not params.get("do_remote_prefill"):
             return
         try:
@@ -226,3 +204,16 @@ class DecodeScheduler:
                 f"{request.num_prompt_tokens}; do both sides use the same chat template?"
             )
         return None
+
+
+def _params(request: Any) -> Mapping[str, Any]:
+    """The request's kv_transfer_params. vLLM passes on whatever JSON value a client sent."""
+    params = request.kv_transfer_params
+    if params is None or isinstance(params, Mapping):
+        return params or {}
+    logger.error(
+        "request %s: computed here, its kv_transfer_params are no object but a %s",
+        request.request_id,
+        type(params).__name__,
+    )
+    return {}

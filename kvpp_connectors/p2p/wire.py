@@ -124,7 +124,7 @@ class Description(_Message, tag="description", frozen=True, forbid_unknown_field
 class Granted(_Message, tag="granted", frozen=True, forbid_unknown_fields=True):
     """The lease runs for ``seconds`` from the lease holder's answer."""
 
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=86400)]
 
 
 class Valid(_Message, tag="valid", frozen=True, forbid_unknown_fields=True):

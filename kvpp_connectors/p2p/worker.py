@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpp_connectors.log import get_logger
+from kvpp_connectors.p2p.caches import cache_regions, kept_components
 from kvpp_connectors.p2p.control import ControlServer
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.puller import Puller, PullerSettings, PullResult
@@ -21,16 +22,14 @@ from kvpp_connectors.p2p.wire import (
     Describe,
     Description,
     Refused,
-    Region,
     Reply,
     Request,
     WorkerAddress,
 )
 from kvpp_connectors.transport import TransferEngine, default_protocol, process_engine
-from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout
 
-__all__ = ["Ranks", "WorkerSide", "cache_regions", "kept_components"]
+__all__ = ["Ranks", "WorkerSide"]
 
 logger = get_logger(__name__)
 
@@ -195,42 +194,3 @@ class WorkerSide:
                 result.reason,
                 result.problem,
             )
-
-
-def kept_components(
-    kv_caches: Mapping[str, torch.Tensor], layout: RankLayout | None
-) -> dict[str, torch.Tensor]:
-    """The caches that this worker keeps for good: with KVPP its own layers and its drafts.
-
-    Scratch memory is never read by a peer.
-    """
-    if layout is None:
-        return dict(kv_caches)
-    placement = layout.placement
-    bundles = [*(placement.bundles[i] for i in placement.owned), *placement.drafts]
-    return {c.name: kv_caches[c.name] for bundle in bundles for c in bundle.components}
-
-
-def cache_regions(caches: Mapping[str, torch.Tensor]) -> list[Region]:
-    """Where each cache's blocks lie. A cache is (blocks, ...), one block dense in memory.
-
-    Raises:
-        KvppError: the bytes of a block are not in one piece.
-    """
-    regions = []
-    for name, cache in caches.items():
-        blocks, size = cache.shape[0], cache.element_size()
-        if not cache[0].is_contiguous():
-            raise KvppError(
-                f"a block of {name} is not in one piece; set VLLM_KV_CACHE_LAYOUT=LBNHC"
-            )
-        regions.append(
-            Region(
-                name=name,
-                base=cache.data_ptr(),
-                stride=cache.stride(0) * size,
-                block_bytes=cache[0].numel() * size,
-                num_blocks=blocks,
-            )
-        )
-    return regions

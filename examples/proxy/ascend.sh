@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Prefill with KVPP and decode on Ascend (vllm-ascend), the proxy on either host:
+#
+#   prefill host:  examples/proxy/ascend.sh prefill MODEL
+#   decode host:   examples/proxy/ascend.sh decode MODEL
+#   proxy:         examples/proxy/ascend.sh proxy PREFILL_HOST DECODE_HOST
+#
+# Both engines fit on one host, too: prefill's workers take the ports 37000 and up, one each, and
+# decode's 37010 and up, which is room for ten. HOST, PROXY_HOST and TP as in two_hosts_cuda.sh.
+# DEVICES are the NPUs of this engine, e.g. 0,1,2,3.
+set -euo pipefail
+
+usage() { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || usage
+ROLE=$1; shift
+HOST=${HOST:-0.0.0.0}
+TP=${TP:-8}
+[ -z "${DEVICES:-}" ] || export ASCEND_RT_VISIBLE_DEVICES=$DEVICES
+
+case $ROLE in
+prefill)
+    MODEL=$1; shift
+    exec vllm serve "$MODEL" --host "$HOST" --port 8100 --tensor-parallel-size "$TP" \
+        --compilation-config '{"cudagraph_mode": "PIECEWISE"}' \
+        --additional-config '{"enable_kvpp": true}' \
+        --kv-transfer-config \
+        '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer", "kv_port": 37000}' "$@"
+    ;;
+decode)
+    MODEL=$1; shift
+    exec vllm serve "$MODEL" --host "$HOST" --port 8200 --tensor-parallel-size "$TP" \
+        --kv-transfer-config \
+        '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010}' "$@"
+    ;;
+proxy)
+    PREFILL=$1; DECODE=$2; shift 2
+    exec kvpp proxy --host "${PROXY_HOST:-127.0.0.1}" --port 8000 \
+        --prefill "http://$PREFILL:8100" --decode "http://$DECODE:8200" "$@"
+    ;;
+*) usage ;;
+esac

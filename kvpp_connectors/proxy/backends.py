@@ -1,0 +1,277 @@
+"""The two legs over HTTP: what is sent, what counts as an answer, and what a failure is called."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from kvpp_connectors.proxy.call import Call
+from kvpp_connectors.proxy.nodes import Node
+from kvpp_connectors.proxy.options import ProxyOptions
+from kvpp_connectors.proxy.problems import LegFailed, Refused
+from kvpp_connectors.proxy.sse import EventBuffer, begins_answer, is_done, split_at_error
+
+__all__ = ["Backends", "Prefilled", "Streamed", "Whole", "open_session"]
+
+_EXCERPT = 300  # characters of a back-end's error that are repeated
+_FORWARDED = ("Content-Type", "Retry-After", "WWW-Authenticate")
+_UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What prefill answered."""
+
+    params: dict[str, Any] | None  # None: nothing to transfer
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An answer that was read to its end. Never empty."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Streamed:
+    """An answer as events, of which the first ones are there."""
+
+    def __init__(self, node: Node, content: aiohttp.StreamReader, idle_timeout: float) -> None:
+        self._node = node
+        self._content = content
+        self._idle_timeout = idle_timeout
+        self._buffer = EventBuffer()
+        self.first = b""
+
+    async def begin(self) -> None:
+        """Read until the answer has begun. Keep-alives and the role wait with it.
+
+        Raises:
+            Refused: an error of the client's, as the first event.
+            LegFailed: any other error, or an end without an answer.
+        """
+        while True:
+            chunk = await self._content.readany()
+            events, error = split_at_error(self._buffer.feed(chunk))
+            if error is not None:
+                raise _early_error(self._node, error)
+            self.first += events
+            if begins_answer(events):
+                return
+            if not chunk or is_done(events):
+                raise LegFailed(self._node, "the stream ended without an answer")
+
+    async def rest(self) -> AsyncIterator[bytes]:
+        """Whole events after the first ones, to the end of a complete answer.
+
+        Raises:
+            LegFailed: the stream broke, stood still, ended early or told of an error.
+        """
+        done = is_done(self.first)
+        while chunk := await self._next(done):
+            events, error = split_at_error(self._buffer.feed(chunk))
+            done = done or is_done(events)
+            if events:
+                yield events
+            if error is not None:
+                raise LegFailed(self._node, f"an error in its stream: {error}", shown=error)
+        if not done:
+            raise LegFailed(self._node, "the stream ended before its answer did")
+
+    async def _next(self, done: bool) -> bytes:
+        """The next chunk, or nothing at the end. A complete answer is read to its end, too: a
+        server whose connection closes early takes the request for an aborted one."""
+        late = f"nothing for {self._idle_timeout:g} s in its stream"
+        try:
+            with _reported(self._node, late):
+                async with asyncio.timeout(self._idle_timeout):
+                    return await self._content.readany()
+        except LegFailed:
+            if done:
+                return b""
+            raise
+
+
+def open_session(options: ProxyOptions) -> aiohttp.ClientSession:
+    """The client session of a proxy.
+
+    Connections are not reused: one that the back-end closes at that very moment would look like a
+    node that failed. Their number is not limited: a hundred is aiohttp's default.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(
+            total=None, connect=options.connect_timeout, sock_connect=options.connect_timeout
+        ),
+    )
+
+
+class Backends:
+    """Calls of back-ends. Each is bounded, and closes its connection when it is cancelled."""
+
+    def __init__(self, session: aiohttp.ClientSession, options: ProxyOptions) -> None:
+        self._session = session
+        self._options = options
+
+    async def prefill(self, node: Node, call: Call, number: int) -> Prefilled:
+        """Run the prompt on ``node``; try ``number`` of this call.
+
+        Raises:
+            Refused: a 4xx.
+            LegFailed: anything else but an answer.
+        """
+        bound = self._options.prefill_timeout
+        with _reported(node, f"no answer within {bound:g} s"):
+            async with (
+                asyncio.timeout(bound),
+                self._post(node, call, call.prefill_body(), number) as response,
+            ):
+                await _check(node, response)
+                return _read_prefill(node, await response.read())
+
+    @asynccontextmanager
+    async def decode(
+        self, node: Node, call: Call, params: Mapping[str, Any] | None, number: int
+    ) -> AsyncIterator[Whole | Streamed]:
+        """Ask ``node`` for the answer; the block begins once its first bytes are there.
+
+        Raises:
+            Refused: a 4xx.
+            LegFailed: anything else but an answer. Never raised for errors inside the block.
+        """
+        streamed = call.body.get("stream") is True
+        options = self._options
+        bound = options.decode_first_byte_timeout if streamed else options.decode_timeout
+        response: aiohttp.ClientResponse | None = None
+        try:
+            with _reported(node, f"no {'first token' if streamed else 'answer'} in {bound:g} s"):
+                async with asyncio.timeout(bound):
+                    response = await self._post(node, call, call.decode_body(params), number)
+                    await _check(node, response)
+                    answer = await self._open(node, response)
+            yield answer
+        finally:
+            if response is not None:
+                response.close()
+
+    async def health(self, node: Node) -> None:
+        """Probe ``node`` and note what was seen."""
+        bound = self._options.probe_timeout
+        try:
+            async with (
+                asyncio.timeout(bound),
+                self._session.get(f"{node.url}/health", allow_redirects=False) as response,
+            ):
+                if response.status == 200:
+                    node.seen_up()
+                else:
+                    node.seen_down(f"/health answered {response.status}")
+        except _UNREACHABLE as error:
+            node.seen_down(_describe(error))
+        except TimeoutError:
+            node.seen_slow(f"/health did not answer within {bound:g} s")
+        except (aiohttp.ClientError, OSError) as error:
+            node.seen_down(_describe(error))
+
+    async def get(self, node: Node, path: str, headers: Mapping[str, str]) -> Whole:
+        """Fetch a small document, such as the list of models."""
+        bound = self._options.probe_timeout
+        with _reported(node, f"{path} did not answer within {bound:g} s"):
+            async with (
+                asyncio.timeout(bound),
+                self._session.get(
+                    node.url + path, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                await _check(node, response)
+                return await _read_whole(node, response)
+
+    def _post(
+        self, node: Node, call: Call, body: bytes, number: int
+    ) -> aiohttp.client._RequestContextManager:
+        return self._session.post(
+            node.url + call.path,
+            data=body,
+            headers=call.headers_of_try(number),
+            allow_redirects=False,
+        )
+
+    async def _open(self, node: Node, response: aiohttp.ClientResponse) -> Whole | Streamed:
+        if response.content_type != "text/event-stream":
+            return await _read_whole(node, response)
+        answer = Streamed(node, response.content, self._options.stream_idle_timeout)
+        await answer.begin()
+        return answer
+
+
+async def _check(node: Node, response: aiohttp.ClientResponse) -> None:
+    """Raise what a status other than 200 means."""
+    if response.status == 200:
+        return
+    body = await response.read()
+    if 400 <= response.status < 500:
+        raise Refused(response.status, body, _forwarded(response))
+    raise LegFailed(node, f"it answered {response.status} {_excerpt(body)}".rstrip())
+
+
+async def _read_whole(node: Node, response: aiohttp.ClientResponse) -> Whole:
+    body = await response.read()
+    if not body.strip():
+        raise LegFailed(node, "it answered 200 with an empty body")
+    return Whole(body, _forwarded(response))
+
+
+def _read_prefill(node: Node, body: bytes) -> Prefilled:
+    try:
+        answer = json.loads(body)
+        reason = answer["choices"][0].get("finish_reason")
+        params = answer.get("kv_transfer_params")
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise LegFailed(node, f"it answered 200 without a choice: {_excerpt(body)}") from error
+    return Prefilled(params if isinstance(params, dict) and params else None, reason)
+
+
+def _early_error(node: Node, error: Mapping[str, Any]) -> Refused | LegFailed:
+    """An error event where the first tokens should be: nothing was sent, so it gets a status."""
+    code = error.get("code")
+    if isinstance(code, int) and 400 <= code < 500:
+        body = json.dumps({"error": error}).encode()
+        return Refused(code, body, {"Content-Type": "application/json"})
+    return LegFailed(node, f"an error instead of an answer: {error.get('message', error)}")
+
+
+@contextmanager
+def _reported(node: Node, late: str) -> Iterator[None]:
+    """Call what HTTP and the network raise a failure of ``node``, and have the node looked at."""
+    try:
+        yield
+    except _UNREACHABLE as error:
+        node.seen_down(_describe(error))
+        node.doubted.set()
+        raise LegFailed(node, _describe(error)) from error
+    except TimeoutError as error:
+        node.doubted.set()
+        raise LegFailed(node, late, timed_out=True) from error
+    except (aiohttp.ClientError, OSError) as error:
+        node.doubted.set()
+        raise LegFailed(node, _describe(error)) from error
+
+
+def _describe(error: Exception) -> str:
+    return f"{error}" or type(error).__name__
+
+
+def _excerpt(body: bytes) -> str:
+    return body[:_EXCERPT].decode(errors="replace")
+
+
+def _forwarded(response: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name: response.headers[name] for name in _FORWARDED if name in response.headers}

@@ -1,0 +1,1 @@
+"""`kvpp proxy` between stub back-ends that fail in every way they can."""
