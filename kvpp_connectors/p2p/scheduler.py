@@ -120,7 +120,7 @@ class DecodeScheduler:
         self._facts = facts
         self._courier = Courier(facts.key, facts.options.control_timeout_s)
         self._offers: dict[str, Offer] = {}  # requests that have not been pulled yet
-        self._pulling: set[str] = set()
+        self._pulling: dict[str, bool] = {}  # whether the pull was cancelled
         self._pulls: list[Pull] = []
         self._cancelled: list[str] = []
 
@@ -163,19 +163,20 @@ class DecodeScheduler:
                 tuple(block_ids[first : len(offer.blocks)]),
             )
         )
-        self._pulling.add(request.request_id)
+        self._pulling[request.request_id] = False
 
     def ended(self, request: Any) -> None:
         """A request is over: what was not pulled is released, a running pull is cut short."""
         if self._offers.pop(request.request_id, None) is not None:
             self._courier.release(request.request_id, "request ended")
-        if request.request_id in self._pulling:
+        if self._pulling.get(request.request_id) is False:
+            self._pulling[request.request_id] = True
             self._cancelled.append(request.request_id)
 
     def received(self, request_ids: set[str]) -> None:
         """Pulls that ended on all workers."""
-        for request_id in request_ids & self._pulling:
-            self._pulling.discard(request_id)
+        for request_id in request_ids & self._pulling.keys():
+            del self._pulling[request_id]
             self._courier.forget(request_id)
 
     def take_step(self) -> tuple[list[Pull], list[str]]:

@@ -256,6 +256,34 @@ def test_fixed_k_speculation_is_taken(mtp_model: Path) -> None:
     assert config.speculative_config.method == "mtp"
 
 
+def eagle3(draft: Path) -> dict[str, Any]:
+    """Options of a launch with an Eagle3 draft model."""
+    return {
+        "speculative_config": {
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": 2,
+        }
+    }
+
+
+def test_eagle3_drafts_are_taken_with_mla_or_heads(mla_model: Path, llama_model: Path) -> None:
+    for draft, uses_mla in ((mla_model, True), (llama_model, False)):
+        config = engine_config(mla_model, ON, **eagle3(draft))
+        assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
+        assert launch_from_vllm(config).draft_uses_mla is uses_mla
+
+
+def test_a_draft_with_heads_is_refused_beside_a_connector(
+    mla_model: Path, llama_model: Path
+) -> None:
+    """Its ranks keep different bytes of one layer."""
+    p2p = {"kv_transfer_config": json.loads(GUIDE_P2P)}
+    refusal = refuse(mla_model, ON, **eagle3(llama_model), **p2p)
+    assert rules(refusal) == ["connectors-need-mla-drafts"]
+    engine_config(mla_model, ON, **eagle3(mla_model), **p2p)
+
+
 @pytest.mark.parametrize("text", [GUIDE_P2P, GUIDE_MEMCACHE, GUIDE_MULTI])
 def test_connectors_of_the_guide_are_taken(
     mla_model: Path, monkeypatch: pytest.MonkeyPatch, text: str
@@ -372,6 +400,10 @@ FACTS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "dynamic_speculation": (
         _set("speculative_config.num_speculative_tokens_per_batch_size", [(1, 4, 3)]),
         True,
+    ),
+    "draft_uses_mla": (
+        _set("speculative_config.draft_model_config.hf_text_config.is_causal", False),
+        False,
     ),
     "kv_cache_events": (_kv_events, True),
     "worker_cls": (_set("parallel_config.worker_cls", "my.Worker"), "my.Worker"),

@@ -127,6 +127,15 @@ LAUNCH_CASES = {
     "known-speculation": Case(
         Launch(speculative_method="ngram"), "--speculative-config.method", "ngram"
     ),
+    "connectors-need-mla-drafts": Case(
+        Launch(
+            speculative_method="eagle3",
+            draft_uses_mla=False,
+            connector=connector(P2P),
+        ),
+        "--speculative-config.model",
+        P2P,
+    ),
     "no-kv-events": Case(
         Launch(kv_cache_events=True), "--kv-events-config.enable_kv_cache_events", "true"
     ),
@@ -232,11 +241,13 @@ LEGAL = {
         GRAPHS,
         splitting_ops=("vllm::unified_mla_attention_with_output", CACHE_UPDATE),
     ),
+    "the same, by overload": replace(GRAPHS, splitting_ops=(f"{CACHE_UPDATE}.default",)),
     "no splits, which vLLM takes as no graphs": replace(GRAPHS, splitting_ops=()),
     "SFA": Launch(is_sparse=True),
     "MTP": Launch(speculative_method="mtp"),
     "Eagle3": Launch(speculative_method="eagle3"),
     "DSpark": Launch(speculative_method="dspark"),
+    "a draft with heads of its own": Launch(speculative_method="eagle3", draft_uses_mla=False),
     "P/D, prefill side": Launch(connector=from_json(GUIDE_P2P)),
     "memcache, kv_producer": Launch(connector=from_json(GUIDE_MEMCACHE)),
     "memcache, kv_both": Launch(connector=replace(from_json(GUIDE_MEMCACHE), role="kv_both")),
@@ -289,7 +300,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
     }
     for name, case in LAUNCH_CASES.items()
     if name
-    not in ("group-larger-than-one", "known-speculation", "no-breakable-graphs", "one-pd-child")
+    not in (
+        "connectors-need-mla-drafts",
+        "group-larger-than-one",
+        "known-speculation",
+        "no-breakable-graphs",
+        "one-pd-child",
+    )
 }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from kvpp_connectors.cli.demo_model import write_model
 
-__all__ = ["MLA", "SFA", "SHARED", "V32", "Tiny", "write"]
+__all__ = ["MLA", "SFA", "SHARED", "V32", "Tiny", "tensors", "write"]
 
 HIDDEN, VOCABULARY, HEADS, LATENT, ROPE, NOPE, VALUE = 128, 512, 4, 512, 64, 32, 32
 QUERY_RANK, INDEX_HEADS, INDEX_DIM, EXPERTS, EXPERT_SIZE, MLP_SIZE = 64, 32, 128, 8, 64, 256
@@ -109,10 +109,12 @@ V32 = Tiny("DeepseekV32ForCausalLM", "deepseek_v32", topk=32)
 def write(folder: Path, model: Tiny, seed: int = 0) -> Path:
     """Write a checkpoint into ``folder``; return the folder."""
     generator = torch.Generator().manual_seed(seed)
-    return write_model(folder, model.config(), dict(_tensors(model, generator)))
+    return write_model(folder, model.config(), dict(tensors(model, generator)))
 
 
-def _tensors(model: Tiny, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(model: Tiny, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights of a checkpoint, in the order in which they are drawn."""
+
     def matrix(out: int, inner: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(out, inner, generator=generator).mul(scale * inner**-0.5)
 

@@ -214,3 +214,48 @@ def test_a_restarted_prefill_is_a_new_one(pair: Pair) -> None:
     answer = pair.decoded(prompt, pair.prefilled(prompt))
     assert answer["tokens"] == expected and answer["scheduled"] <= 2 * TOKENS
     assert pair.decode.ask("settle")["requests"] == 0
+
+
+TOPOLOGIES = {
+    "one rank to two": ({"tp": 1}, kvpp_off(), {"tp": 2}),
+    "two stages of two ranks to one": (
+        {"tp": 2, "pipeline_parallel_size": 2},
+        kvpp_on(),
+        {"tp": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_unequal_topologies(tmp_path: Path, name: str) -> None:
+    """Every decode rank gets every layer once, from whichever rank keeps it (3.1, 3.7)."""
+    ranks, additional, decode_ranks = TOPOLOGIES[name]
+    model = tiny_models.write(tmp_path / "model", replace(tiny_models.MLA, layers=12))
+    prompt = list(random_tokens(20, 100))
+    with (
+        RemoteEngine(
+            model,
+            tmp_path / "prefill.log",
+            additional_config=additional,
+            kv_transfer_config=transfer("kv_producer", 0),
+            **ranks,
+        ) as prefill,
+        RemoteEngine(
+            model,
+            tmp_path / "decode.log",
+            additional_config=kvpp_off(),
+            kv_transfer_config=transfer("kv_consumer", 0),
+            **decode_ranks,
+        ) as decode,
+    ):
+        decode.wait_ready()
+        prefill.wait_ready()
+        free = prefill.ask("blocks")
+        expected = decode.ask("generate", prompt=prompt, max_tokens=TOKENS)
+        decode.ask("reset")
+        offered = prefill.ask("generate", prompt=prompt, max_tokens=1, params=PREFILL)
+        answer = decode.ask("generate", prompt=prompt, max_tokens=TOKENS, params=offered["params"])
+        assert answer["tokens"] == expected["tokens"]
+        assert answer["scheduled"] == TOKENS
+        assert prefill.ask("settle") == free
+        assert prefill.ask("counts")["leases_read"] == 1
