@@ -12,6 +12,7 @@ from kvpp_core.errors import KvppError
 
 __all__ = ["LeaseReleaser", "describe", "release"]
 
+
 class LeaseReleaser:
     """Gives transfers back for the proxy: what is not of this connector is left to its lease."""
 
