@@ -1,7 +1,6 @@
 """vLLM's entry point to this package. Loaded in every vLLM process, so it imports nothing heavy.
 
-It gives vLLM's connector factory our connectors by name, and wraps two hooks of the platform that
-every VllmConfig passes: ``apply_config_platform_defaults``,
+It wraps two hooks of the platform that every VllmConfig passes: ``apply_config_platform_defaults``,
 where the launch is still as the user asked for it, and ``check_and_update_config``, where vLLM has
 resolved it. For a launch that does not ask for us the wrappers call the originals and nothing else.
 """
@@ -12,12 +11,10 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["CONNECTORS", "register"]
 
 _MARK = "__kvpp_wrapped__"
-_CONNECTORS = {
-    "MooncakeConnectorV2": ("kvpp_connectors.p2p.connector", "MooncakeConnectorV2"),
-}
+CONNECTORS = {"MooncakeConnectorV2": "kvpp_connectors.p2p.connector"}  # name, its module
 
 
 def register() -> None:
@@ -26,22 +23,9 @@ def register() -> None:
 
     if current_platform.device_type == "npu" and find_spec("vllm_ascend.distributed.kvpp"):
         return  # vllm-ascend >= 0.28 has a KVPP of its own under the same switch
-    _register_connectors()
     platform = type(current_platform)
     _wrap(platform, "apply_config_platform_defaults", _examine)
     _wrap(platform, "check_and_update_config", _configure)
-
-
-def _register_connectors() -> None:
-    """Our names mean our connectors, whichever plug-in registered them before or registers later.
-
-    vllm-ascend registers some of the same names; the factory takes a name once.
-    """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    for name, (module, attribute) in _CONNECTORS.items():
-        KVConnectorFactory._registry.pop(name, None)
-        KVConnectorFactory.register_connector(name, module, attribute)
 
 
 def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]], None]) -> None:
@@ -78,7 +62,7 @@ def _concerns_us(vllm_config: Any) -> bool:
     if str(vllm_config.parallel_config.worker_cls).startswith("kvpp_connectors."):
         return True
     transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector in _CONNECTORS:
+    if transfer is not None and transfer.kv_connector in CONNECTORS:
         return True
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):

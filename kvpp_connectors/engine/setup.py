@@ -15,8 +15,9 @@ from kvpp_connectors.config import Settings, read_settings
 from kvpp_connectors.engine import hooks, profile
 from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
+from kvpp_connectors.plugin import CONNECTORS
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, check
+from kvpp_connectors.rules import PLATFORM_WORKERS, check
 from kvpp_core.errors import KvppError
 
 __all__ = ["KVPP_WORKERS", "configure", "examine", "examine_resolved"]
@@ -44,6 +45,7 @@ def examine(vllm_config: Any) -> list[Problem]:
 
     if not _is_new(vllm_config):
         return []
+    _name_connector(vllm_config.kv_transfer_config)
     settings, problems = _settings(vllm_config)
     problems += _check_worker(vllm_config.parallel_config.worker_cls, settings)
     problems += _check_connector(vllm_config.kv_transfer_config)
@@ -119,7 +121,16 @@ def _check_worker(worker_cls: str, settings: Settings) -> list[Problem]:
 
 
 def _is_ours(transfer: Any) -> bool:
-    return transfer is not None and transfer.kv_connector == P2P
+    return transfer is not None and transfer.kv_connector in CONNECTORS
+
+
+def _name_connector(transfer: Any) -> None:
+    """Our names mean our connectors: a module's path goes before any plug-in's registration.
+
+    vllm-ascend registers some of the same names, and which plug-in comes last is chance.
+    """
+    if _is_ours(transfer) and transfer.kv_connector_module_path is None:
+        transfer.kv_connector_module_path = CONNECTORS[transfer.kv_connector]
 
 
 def _check_connector(transfer: Any) -> list[Problem]:

@@ -80,6 +80,9 @@ def _cache_dtype(vllm_config: Any) -> str:
 
 def _model_identity(model: Any, model_id: str | None) -> str:
     """Name and revision, and a digest of the numbers in the model's own configuration."""
-    numbers = json.dumps(model.hf_text_config.to_dict(), sort_keys=True, default=str)
+    config = model.hf_text_config.to_dict().items()
+    # Where it lies on this host and who read it decide no bytes.
+    kept = {k: v for k, v in config if k[:1] != "_" and k != "transformers_version"}
+    numbers = json.dumps(kept, sort_keys=True, default=str)
     digest = hashlib.sha256(numbers.encode()).hexdigest()[:16]
     return f"{model_id or model.model}@{model.revision or 'main'}#{digest}"

@@ -20,7 +20,9 @@ from kvpp_connectors import plugin
 from tests.contract.processes import run_python
 
 PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
-MAY_IMPORT_VLLM = {f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")}
+MAY_IMPORT_VLLM = {f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")} | {
+    f"kvpp_connectors.p2p.{name}" for name in ("connector", "messages", "metrics")
+}
 
 # One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
 # it away and configures launches that do not ask for KVPP without it and with it.
@@ -146,6 +148,7 @@ def config_of(additional_config: object, worker_cls: str = "auto") -> SimpleName
     """As much of a VllmConfig as the plug-in looks at."""
     return SimpleNamespace(
         additional_config=additional_config,
+        kv_transfer_config=None,
         parallel_config=SimpleNamespace(worker_cls=worker_cls),
     )
 
