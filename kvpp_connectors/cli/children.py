@@ -49,8 +49,8 @@ def run_module(
         start_new_session=True,
     )
     assert child.stdout is not None
-    threading.Thread(target=_stop_when_over, args=(child,), daemon=True).start()
-    try:
+    try:  # from here on: a Ctrl-C while the thread below starts must end the child, too
+        threading.Thread(target=_stop_when_over, args=(child,), daemon=True).start()
         with log.open("w") as file, console.status(f"{title}: starting") as status:
             for line in child.stdout:
                 file.write(line)
