@@ -160,6 +160,23 @@ def test_ctrl_c_ends_the_whole_group(run: Run, tmp_path: Path, stubborn: bool) -
     assert_gone(pids)
 
 
+def test_ctrl_c_while_the_watching_thread_starts_ends_the_group(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a loaded machine a thread's start takes long, and the signal may come just then."""
+    pids = tmp_path / "pids"
+
+    def interrupted(_: threading.Thread) -> None:
+        while not pids.exists():
+            time.sleep(0.02)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(spawn() + "time.sleep(600)", str(pids))
+    assert_gone(pids)
+
+
 def test_an_error_on_our_side_ends_the_child(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     (tmp_path / "child_of_test.py").write_text(spawn() + "time.sleep(600)")
