@@ -1,0 +1,32 @@
+"""Transfer engines that all tests of this folder share: each takes a second to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvpp_connectors.transport import TransferEngine
+from tests.p2p.kv_memory import new_arena
+
+
+class Machine(NamedTuple):
+    """Engines with the arenas that they serve: arena i belongs to prefill engine i modulo 4."""
+
+    prefill: tuple[TransferEngine, ...]
+    arenas: tuple[torch.Tensor, ...]
+    decode: TransferEngine
+    decode_arenas: tuple[torch.Tensor, ...]
+
+
+@pytest.fixture(scope="package")
+def machine() -> Iterator[Machine]:
+    """Eight prefill workers' and four decode workers' memory."""
+    prefill = tuple(TransferEngine("127.0.0.1", "tcp") for _ in range(4))
+    arenas = tuple(new_arena() for _ in range(8))
+    for number, arena in enumerate(arenas):
+        prefill[number % 4].register(arena.untyped_storage())
+    decode = TransferEngine("127.0.0.1", "tcp")
+    yield Machine(prefill, arenas, decode, tuple(new_arena() for _ in range(4)))

@@ -1,0 +1,202 @@
+"""Renewals and releases reach their leases beside everything else, and never hold up a caller.
+
+Field reports 2.2 (an explicit release), 2.3 (a decode engine that keeps renewing is not expired),
+2.7 (one dead peer must not cost the others their leases).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvpp_connectors.p2p.control import ControlServer
+from kvpp_connectors.p2p.courier import Courier
+from kvpp_connectors.p2p.offer import Offer, OfferDetails
+from kvpp_connectors.p2p.wire import (
+    Gone,
+    Granted,
+    Release,
+    Released,
+    Renew,
+    Reply,
+    Request,
+    WorkerAddress,
+)
+from tests.p2p.sides import PATIENCE, eventually, listening
+
+HOST = "127.0.0.1"
+TIMEOUT = 0.5  # seconds
+
+
+class LeaseEndpoint:
+    """Answers renewals with a term, and notes down what it hears."""
+
+    def __init__(self, answer: Reply | None = None) -> None:
+        self.heard: list[Any] = []
+        self._answer = answer or Granted(0.3)
+        self.server = ControlServer(HOST, 0, None, self._handle, what="lease", option="none")
+
+    def _handle(self, request: Request) -> Reply:
+        self.heard.append(request)
+        return Released() if isinstance(request, Release) else self._answer
+
+    def offer(self, name: str) -> Offer:
+        """An offer whose lease is kept here."""
+        return offer(name, HOST, self.server.port)
+
+    def count(self, kind: type[Renew] | type[Release], name: str) -> int:
+        """Messages of a kind for a transfer."""
+        return sum(isinstance(m, kind) and m.transfer_id == name for m in list(self.heard))
+
+    def close(self) -> None:
+        """Stop."""
+        self.server.close()
+
+
+def offer(name: str, host: str, port: int) -> Offer:
+    """An offer whose lease is kept at an address."""
+    details = OfferDetails(1, name, 1, [WorkerAddress(HOST, 1, "e")])
+    return Offer("P", host, port, [[0]], 16, 16, details)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[LeaseEndpoint]:
+    """One that grants 0.3 s."""
+    with contextlib.closing(LeaseEndpoint()) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def courier(endpoint: LeaseEndpoint) -> Iterator[Courier]:
+    """One, which is closed before the endpoint."""
+    with contextlib.closing(Courier(None, TIMEOUT)) as courier:
+        yield courier
+
+
+@contextlib.contextmanager
+def silent_peer() -> Iterator[int]:
+    """A port that takes connections and never answers."""
+    with socket.create_server((HOST, 0), backlog=1000) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_lease_is_renewed_until_it_is_released(courier: Courier, endpoint: LeaseEndpoint) -> None:
+    """2.3, 2.2: as often as its term needs; the release comes once, and after it nothing."""
+    courier.keep("request", endpoint.offer("t"))
+    eventually(lambda: endpoint.count(Renew, "t") >= 3)
+    for _ in range(3):
+        courier.release("request", "aborted")
+    eventually(lambda: endpoint.count(Release, "t"))
+    courier.keep("other", endpoint.offer("u"))
+    eventually(lambda: endpoint.count(Renew, "u") >= 2)
+    assert endpoint.heard[-1].transfer_id == "u"
+    assert endpoint.count(Release, "t") == 1
+    last = next(m for m in reversed(endpoint.heard) if m.transfer_id == "t")
+    assert last == Release("t", 1, "aborted")
+
+
+def test_a_lease_that_is_over_is_not_renewed(courier: Courier, endpoint: LeaseEndpoint) -> None:
+    """2.4: because decode says so, or because the lease endpoint does."""
+    with contextlib.closing(LeaseEndpoint(Gone("read"))) as over:
+        courier.keep("over", over.offer("over"))
+        courier.keep("done", endpoint.offer("done"))
+        courier.forget("done")
+        courier.keep("alive", endpoint.offer("alive"))
+        eventually(lambda: endpoint.count(Renew, "alive") >= 5)
+        assert over.count(Renew, "over") == 1
+    assert endpoint.count(Renew, "done") == 0
+    courier.release("over", "too late")
+    courier.forget("nobody")
+
+
+def test_the_caller_never_waits(courier: Courier) -> None:
+    """2.1: a dead peer does not hold up the scheduler."""
+    with silent_peer() as port:
+        started = time.monotonic()
+        for number in range(1000):
+            courier.keep(f"r{number}", offer(f"t{number}", HOST, port))
+            courier.release(f"r{number}", "aborted")
+        assert time.monotonic() - started < 10.0  # waiting would take 500 s
+        eventually(lambda: courier.not_reached >= 1000)
+
+
+def test_a_dead_peer_does_not_cost_the_others_their_leases(
+    courier: Courier, endpoint: LeaseEndpoint
+) -> None:
+    """2.7: one wait a round for it, not one for each of its leases and releases."""
+    with silent_peer() as port, listening() as lines:
+        for number in range(200):  # one after another they would take 100 s
+            courier.keep(f"dead-{number}", offer(f"dead-{number}", HOST, port))
+        for number in range(200):
+            courier.keep(f"left-{number}", offer(f"left-{number}", HOST, port))
+            courier.release(f"left-{number}", "aborted")
+        courier.keep("alive", endpoint.offer("alive"))
+        started = time.monotonic()
+        eventually(lambda: endpoint.count(Renew, "alive") >= 3)
+        assert time.monotonic() - started < PATIENCE
+        courier.release("alive", "done")
+        eventually(lambda: endpoint.count(Release, "alive"))
+    assert courier.not_reached >= 200
+    assert any("did not answer" in line for line in lines)
+
+
+def test_a_renewal_that_was_lost_is_sent_again() -> None:
+    """2.3: the peer was away for a moment, and the lease has most of its term left."""
+    heard: list[Request] = []
+
+    def handle(request: Request) -> Reply:
+        heard.append(request)
+        return Granted(60.0)
+
+    with contextlib.closing(Courier(None, TIMEOUT)) as courier:
+        with silent_peer() as port:
+            courier.keep("request", offer("t", HOST, port))
+            eventually(lambda: courier.not_reached)
+        back = ControlServer(HOST, port, None, handle, what="lease", option="none")
+        with contextlib.closing(back):
+            eventually(lambda: heard)
+    assert heard == [Renew("t", 1)]
+
+
+@pytest.mark.parametrize(
+    "host", ["bad host", "a\0b", "*", "tcp://x", "/etc", "no.such.host.invalid"]
+)
+def test_a_foolish_address_does_not_end_the_courier(
+    host: str, courier: Courier, endpoint: LeaseEndpoint
+) -> None:
+    """8.2: the address is a client's word; other requests are renewed and released as before."""
+    courier.keep("foolish", offer("foolish", host, 1))
+    courier.keep("gone", offer("gone", host, 1))
+    courier.release("gone", "aborted")
+    courier.keep("good", endpoint.offer("good"))
+    eventually(lambda: endpoint.count(Renew, "good") >= 2)
+    courier.release("good", "done")
+    eventually(lambda: endpoint.count(Release, "good"))
+    assert courier.not_reached >= 1
+
+
+def test_closing_sends_what_was_released(endpoint: LeaseEndpoint) -> None:
+    """2.2: an engine that is shut down in an orderly way leaves no blocks held."""
+    courier = Courier(None, TIMEOUT)
+    for number in range(50):
+        courier.keep(f"r{number}", endpoint.offer(f"t{number}"))
+        courier.release(f"r{number}", "shutdown")
+    courier.close()
+    assert sum(endpoint.count(Release, f"t{number}") for number in range(50)) == 50
+
+
+def test_leases_beyond_the_limit_rely_on_their_first_term(
+    courier: Courier, endpoint: LeaseEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2.2: memory is bounded."""
+    monkeypatch.setattr("kvpp_connectors.p2p.courier._MOST", 1)
+    courier.keep("first", endpoint.offer("first"))
+    courier.keep("second", endpoint.offer("second"))
+    eventually(lambda: endpoint.count(Renew, "first") >= 2)
+    assert endpoint.count(Renew, "second") == 0
+    courier.release("second", "unknown here")
