@@ -19,6 +19,13 @@ from tests.p2p.engine_process import ANSWER
 __all__ = ["RemoteEngine"]
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    # Two decode ranks spin on two cores while they wait: a read may starve for a while.
+    "MC_TCP_STATUS_TIMEOUT_SEC": "60",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "60",
+    "MC_TRANSFER_TIMEOUT": "120",
+}
 _ENDED = "the engine process ended"
 
 
@@ -37,7 +44,7 @@ class RemoteEngine:
                     json.dumps({"model": str(model), **options}),
                 ],
                 cwd=ROOT,
-                env=os.environ | {"VLLM_HOST_IP": "127.0.0.1"},
+                env=os.environ | ENVIRONMENT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=target,

@@ -34,7 +34,7 @@ def transfer(role: str, port: int, policy: str = "recompute", **extra: Any) -> d
         "kv_role": role,
         "kv_port": port,
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"control_timeout_s": 2.0, **extra},
+        "kv_connector_extra_config": {"control_timeout_s": 2.0, "pull_timeout_s": 150.0, **extra},
     }
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -114,7 +115,10 @@ def hostile_frames(key: bytes | None, count: int) -> Iterator[list[bytes]]:
         elif kind == 4:
             yield [b"\x95\x01\xc4\x10" + chance.randbytes(chance.randrange(200))]
         elif kind == 5:
-            yield [chance.choice([b"\x91", b"\x81\xa1a", b"\xdd\xff\xff\xff\xff"]) * 300]
+            nest = chance.choice([b"\x91", b"\x81\xa1a", b"\xdd\xff\xff\xff\xff"])
+            body = nest * (2000 if number % 100 < 8 else 30)
+            envelope = (1, chance.randbytes(16), time.time(), body, b"")
+            yield [msgspec.msgpack.encode(envelope) if chance.random() < 0.5 else body]
         elif kind == 6:
             yield [b"", good] if chance.random() < 0.5 else [good, good, good]
         else:

@@ -1,0 +1,1 @@
+"""Random traffic for minutes: KVPP on against KVPP off, and nothing left behind."""
