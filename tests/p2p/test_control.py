@@ -184,7 +184,7 @@ def test_who_gets_no_answer_is_told_within_the_bound(peer: str) -> None:
                 other = Codec(None).reply(Valid(), b"another nonce 16")
                 router.send_multipart([name, b"?" if peer == "answers garbage" else other])
 
-    thread = threading.Thread(target=answer)
+    thread = threading.Thread(target=answer, daemon=True)
     if peer.startswith("answers"):
         thread.start()
     started = time.monotonic()
@@ -214,7 +214,9 @@ def test_a_second_attempt_finds_a_peer_that_has_come_up() -> None:
 
     with asking(silent, timeout=PATIENCE / 2) as client:
         answers: list[Reply] = []
-        thread = threading.Thread(target=lambda: answers.append(client.ask(Renew("t", 1))))
+        thread = threading.Thread(
+            target=lambda: answers.append(client.ask(Renew("t", 1))), daemon=True
+        )
         thread.start()
         with serving(handle, port=silent):
             thread.join(PATIENCE)

@@ -185,9 +185,9 @@ def test_many_peers_at_once_are_all_answered(server: Server) -> None:
     def ask() -> None:
         done.append(all(server.answers() for _ in range(5)))
 
-    noise = threading.Thread(target=talk)
+    noise = threading.Thread(target=talk, daemon=True)
     noise.start()
-    askers = [threading.Thread(target=ask) for _ in range(6)]
+    askers = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
     for thread in askers:
         thread.start()
     for thread in askers:

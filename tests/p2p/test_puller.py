@@ -393,7 +393,7 @@ def test_closing_ends_what_runs_and_what_waits(machine: Machine) -> None:
         for name in "abc":
             both.puller.submit(both.pull(name))
         assert both.gate.reached.wait(PATIENCE)
-        closing = threading.Thread(target=both.puller.close)
+        closing = threading.Thread(target=both.puller.close, daemon=True)
         closing.start()
         eventually(lambda: both.puller._cancelled >= {"a", "b", "c"})
         both.gate.open()
