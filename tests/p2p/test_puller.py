@@ -217,8 +217,8 @@ def test_a_worker_that_was_restarted_is_noticed_and_met_again(machine: Machine) 
             both.assert_pulled()
 
 
-def test_cached_addresses_are_dropped_with_the_first_failure(machine: Machine) -> None:
-    """2.7: P's worker dies after it was met; its replacement is met anew, at its own place."""
+def test_a_worker_that_died_is_met_anew_at_its_new_place(machine: Machine) -> None:
+    """2.7: its requests fail, at once; those of its replacement work, from the new addresses."""
     dead: Any = SimpleNamespace(session="127.0.0.1:1", register=lambda storage: None)
     with rig(machine) as both:
         assert both.now("a").reason == "ok"
