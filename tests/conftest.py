@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+
+import pytest
 
 os.environ.update(
     {
@@ -18,3 +21,17 @@ os.environ.update(
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 )
+
+
+@pytest.fixture
+def caplog(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """pytest's own, which also hears our loggers after some test has had vLLM set up its logging.
+
+    vLLM gives the logger ``vllm`` a level and ends propagation there, for the whole process.
+    """
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    return caplog

@@ -301,11 +301,8 @@ def test_connectors_of_the_guide_are_taken(
 
 
 def test_a_launch_that_saves_nothing_is_warned_of_and_taken(
-    mla_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mla_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import logging
-
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     config = engine_config(mla_model, ON, pipeline_parallel_size=4)
     assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
     assert "[saves-nothing] --tensor-parallel-size = 2, 3 layers" in caplog.text

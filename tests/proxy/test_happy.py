@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from typing import Any
 
 import pytest
@@ -145,7 +144,6 @@ async def test_prefill_that_offers_nothing_lets_decode_recompute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Logged with the request's id and counted; decode is not told to fetch anything."""
-    caplog.set_level(logging.INFO)
     async with world() as w:
         for params in (None, {}, "text", {"do_remote_prefill": False}):
             w.p[0].script.append(offer(kv_transfer_params=params))
@@ -334,7 +332,6 @@ async def test_two_hundred_streams_at_once() -> None:
 @looped
 async def test_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
     """Id, both nodes, the seconds of prefill and to the first byte, status, outcome."""
-    caplog.set_level(logging.INFO)
     async with world() as w:
         got = await w.ask()
         urls = w.p[0].url, w.d[0].url

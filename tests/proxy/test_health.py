@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
@@ -42,7 +41,6 @@ async def test_a_node_that_says_that_it_is_ill_leaves_and_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """vLLM's /health answers 503 once its engine is dead, while the server still listens."""
-    caplog.set_level(logging.INFO)
     async with world() as w:
         w.d[0].health = 503
         await sees(w, "decode", 0, healthy=False)
