@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server import forked_workers
+
 __all__ = [
     "Answer",
     "Engine",
@@ -208,17 +210,18 @@ def start_engine(
         "attention_backend": "CPU_MLA",
         **options,
     }
-    llm = LLM(
-        str(model),
-        additional_config=additional_config,
-        tensor_parallel_size=tp,
-        kv_cache_memory_bytes=memory,
-        num_gpu_blocks_override=blocks,
-        dtype="float32",
-        skip_tokenizer_init=True,
-        seed=0,
-        **settings,
-    )
+    with forked_workers():
+        llm = LLM(
+            str(model),
+            additional_config=additional_config,
+            tensor_parallel_size=tp,
+            kv_cache_memory_bytes=memory,
+            num_gpu_blocks_override=blocks,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            seed=0,
+            **settings,
+        )
     engine = Engine(llm)
     try:
         yield engine

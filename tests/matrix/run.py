@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.engine import tiny_models
+from tests.fork_server import CONTEXT
 from tests.matrix.cells import SPECULATION, Cell
-from tests.matrix.engine import result_file
+from tests.matrix.engine import result_file, run_engine
 
 __all__ = ["Outcome", "run_cell"]
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 420  # seconds; an engine that takes longer hangs
 ERROR = re.compile(r"\b(\w+(?:Error|Refused|Mismatch)): (.+)")
 HARMLESS = "Tokenizer not available"  # vLLM logs it whenever there is no tokenizer
@@ -76,24 +75,15 @@ def _run(cell: Cell, folder: Path, ways: list[str]) -> dict[str, str]:
     for kvpp in ways:
         port = _free_port()
         for replica in range(cell.ranks.dp):
-            task = {"cell": asdict(cell), "kvpp": kvpp, "replica": replica, "port": port}
-            log = folder / f"{kvpp}-{replica}.log"
-            with log.open("w") as target:
-                running[f"{kvpp}-{replica}"] = subprocess.Popen(
-                    [sys.executable, "-m", "tests.matrix.engine", str(folder), json.dumps(task)],
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                    stdout=target,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            process = CONTEXT.Process(target=run_engine, args=(folder, cell, kvpp, replica, port))
+            process.start()
+            running[f"{kvpp}-{replica}"] = process
     failed = {}
     for name, process in running.items():
-        try:
-            process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
+        process.join(LIMIT)
+        if process.exitcode is None and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
         if not (folder / f"{name}.json").exists():
             failed[name] = (folder / f"{name}.log").read_text(errors="replace")
     return failed
