@@ -39,7 +39,7 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
     tiny_models.write(folder / "model", cell.tiny())
     if cell.ranks.tp == 1:
         refusal = _run(cell, folder, ["on"])
-        told = re.search(r"\[group-larger-than-one\].*", refusal.get("on-0", ""))
+        told = re.search(r"\[group-larger-than-one\].*?(?= \[type=|$)", refusal.get("on-0", ""))
         return Outcome(bool(told), f"refused: {told[0]}" if told else "not refused")
     if cell.ranks.pp > 1 and SPECULATION[cell.speculation]:
         failed = _run(cell, folder, ["plain"])

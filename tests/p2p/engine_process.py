@@ -1,25 +1,26 @@
-"""A vLLM engine in a process of its own, which a test drives line by line.
-
-    python -m tests.p2p.engine_process JSON
-
-JSON holds the checkpoint's folder and what `start_engine` takes. Every line on standard input is a
-command, every line that starts with ``ANSWER`` on standard output its answer, both JSON.
-"""
+"""A vLLM engine in a process of its own, which a test drives command by command."""
 
 from __future__ import annotations
 
-import json
-import sys
+import contextlib
+import os
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import tests.conftest  # noqa: F401  sets the environment before vLLM is imported
 from tests.engine.harness import Engine, recorded_schedule, start_engine
+from tests.fork_server import become_a_leader
 
-__all__ = ["ANSWER", "main"]
+__all__ = ["serve"]
 
-ANSWER = "ANSWER "
+ENVIRONMENT = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    # Two decode ranks spin on two cores while they wait: a read may starve for a while.
+    "MC_TCP_STATUS_TIMEOUT_SEC": "60",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "60",
+    "MC_TRANSFER_TIMEOUT": "120",
+}
 SETTLE_SECONDS = 60
 
 
@@ -112,17 +113,13 @@ class Served:
         }
 
 
-def main() -> None:
-    """Serve commands until standard input ends."""
-    task = json.loads(sys.argv[1])
-    with start_engine(Path(task.pop("model")), **task) as engine:
+def serve(commands: Connection, log: Path, model: Path, options: dict[str, Any]) -> None:
+    """In a forked process: start an engine, say "ready", and serve commands until they end."""
+    become_a_leader(log)
+    os.environ.update(ENVIRONMENT)
+    with start_engine(model, **options) as engine, contextlib.suppress(EOFError):
         served = Served(engine)
-        print(ANSWER + json.dumps("ready"), flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            answer = getattr(served, command.pop("do"))(**command)
-            print(ANSWER + json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        commands.send("ready")
+        while True:
+            do, arguments = commands.recv()
+            commands.send(getattr(served, do)(**arguments))
