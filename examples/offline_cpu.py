@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vllm import LLM, SamplingParams
 
-from kvpp_connectors.cli.demo_model import write_checkpoint
+from kvpp_connectors.demo.model import write_checkpoint
 
 
 def main() -> None:

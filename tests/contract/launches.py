@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.cli.demo_model import TinyModel
+from kvpp_connectors.demo.model import TinyModel
 from kvpp_connectors.problems import LaunchRefused
 
 __all__ = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvpp_connectors.cli.children import ChildFailed, run_module
+from kvpp_connectors.demo.children import ChildFailed, run_module
 
 PATIENCE_S = 8  # for a process to be gone; less than the grace that a child gets
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.cli.demo_model import TinyModel, write_checkpoint
+from kvpp_connectors.demo.model import TinyModel, write_checkpoint
 
 
 @pytest.fixture(scope="session")

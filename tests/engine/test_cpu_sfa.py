@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.cli.demo_oracle import Questions, oracle_logprobs
+from kvpp_connectors.demo.oracle import Questions, oracle_logprobs
 from tests.engine import tiny_models
 from tests.engine.harness import (
     Request,

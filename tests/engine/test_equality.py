@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.cli.demo_oracle import Questions, oracle_logprobs
+from kvpp_connectors.demo.oracle import Questions, oracle_logprobs
 from tests.engine.harness import (
     Engine,
     Request,

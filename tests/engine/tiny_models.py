@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from kvpp_connectors.cli.demo_model import write_model
+from kvpp_connectors.demo.model import write_model
 
 __all__ = ["MLA", "SFA", "SHARED", "V32", "Tiny", "tensors", "write"]
 

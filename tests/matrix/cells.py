@@ -92,7 +92,8 @@ class Cell:
             (
                 Request(random_tokens(1, 100), max_tokens=16),
                 Request(random_tokens(2, 70), max_tokens=24),
-                Request(random_tokens(1, 100), max_tokens=8, arrives=20),
+                # While others run: a replica that is done early ends, and its peer needs it.
+                Request(random_tokens(1, 100), max_tokens=8, arrives=8),
             )
         )
 

@@ -42,9 +42,11 @@ def run_cell(cell: Cell, folder: Path) -> Outcome:
         told = re.search(r"\[group-larger-than-one\].*?(?= \[type=|$)", refusal.get("on-0", ""))
         return Outcome(bool(told), f"refused: {told[0]}" if told else "not refused")
     if cell.ranks.pp > 1 and SPECULATION[cell.speculation]:
-        failed = _run(cell, folder, ["plain"])
+        # Sparse attention runs on CPU with our help only.
+        way, words = ("plain", "plain vLLM") if cell.model == "MLA" else ("off", "KVPP off")
+        failed = _run(cell, folder, [way])
         if failed:
-            return Outcome(None, f"plain vLLM: {_error(failed['plain-0'])}")
+            return Outcome(None, f"{words}: {_error(failed[f'{way}-0'])}")
     failed = _run(cell, folder, ["off", "on"])
     if failed:
         name, log = next(iter(failed.items()))

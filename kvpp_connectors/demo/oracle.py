@@ -1,6 +1,6 @@
 """The demo's oracle, as a process of its own: transformers' logits for what an engine answered.
 
-    python -m kvpp_connectors.cli.demo_oracle MODEL QUESTIONS.json RESULT.json
+    python -m kvpp_connectors.demo.oracle MODEL QUESTIONS.json RESULT.json
 
 Every answer is recomputed in one full forward of transformers' own model: no cache, no chunks,
 no KVPP.

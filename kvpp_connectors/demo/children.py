@@ -1,4 +1,4 @@
-"""Child processes of the demo: started in a session of their own, logged, and always stopped."""
+"""Child processes of the demo: in sessions of their own, logged, and always stopped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from rich.console import Console
 
-__all__ = ["ChildFailed", "run_module"]
+__all__ = ["ChildFailed", "Server", "run_module"]
 
-_TAIL = 25  # log lines shown after a failure
+_TAIL, _WIDTH = 25, 300  # log lines shown after a failure, and characters of each
 _GRACE_S = 10  # for a child to end after SIGTERM
 
 
@@ -64,13 +65,57 @@ def run_module(
         raise ChildFailed(f"{title}: exit code {code}. The end of {log}:\n{''.join(tail)}")
 
 
+class Server:
+    """A child that serves until it is stopped; a context manager."""
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        title: str,
+        log: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        self._title, self._log = title, log
+        with log.open("a") as file:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Raise `ChildFailed` if the server has ended."""
+        if (code := self._child.poll()) is not None:
+            raise self.failure(f"ended with exit code {code}")
+
+    def failure(self, what: str) -> ChildFailed:
+        """An error about this server, with the end of its log."""
+        lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
+        tail = [line[:_WIDTH] for line in lines]  # vLLM logs its whole configuration in one line
+        return ChildFailed("\n".join([f"{self._title}: {what}. The end of {self._log}:", *tail]))
+
+    def stop(self) -> None:
+        """End the server and whatever it started."""
+        _stop(self._child)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 def _stop_when_over(child: subprocess.Popen[str]) -> None:
     """Once the child has ended, end what it left behind: that would hold its output open."""
     child.wait()
     _stop(child)
 
 
-def _stop(child: subprocess.Popen[str]) -> None:
+def _stop(child: subprocess.Popen[Any]) -> None:
     """End the child and whatever it started: workers share its session."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:

@@ -1,6 +1,6 @@
 """One engine of the demo, as a process of its own: reads a job, runs vLLM, writes a result.
 
-python -m kvpp_connectors.cli.demo_engine JOB.json RESULT.json
+python -m kvpp_connectors.demo.engine JOB.json RESULT.json
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Job(BaseModel):
     tensor_parallel_size: int
     kv_cache_memory_bytes: int
     max_num_batched_tokens: int
+    max_model_len: int
     max_tokens: int
     broadcasts: list[str] = []  # a further wave for each of these, under KVPP
 
@@ -69,7 +70,7 @@ def run(job: Job) -> Result:
         tensor_parallel_size=job.tensor_parallel_size,
         kv_cache_memory_bytes=job.kv_cache_memory_bytes,
         max_num_batched_tokens=job.max_num_batched_tokens,
-        max_model_len=max(map(len, job.prompts)) + job.max_tokens + 1,
+        max_model_len=job.max_model_len,
         max_num_seqs=len(job.prompts),
         dtype="float32",
         enforce_eager=True,

@@ -1,0 +1,1 @@
+"""What `kvpp demo` runs: a tiny model, engines and servers on this machine, and the tables."""

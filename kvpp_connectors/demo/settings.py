@@ -1,0 +1,57 @@
+"""What a run of the demo is made of, the same for engines and servers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+__all__ = ["ENVIRONMENT", "Settings"]
+
+# Small models on few cores: one thread a rank, no warm-up.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+}
+_FAMILIES, _PER_FAMILY, _SHARED, _OWN = 2, 3, 96, 54  # prompts and their tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Ranks, KV memory in bytes per rank, and where logs and results go."""
+
+    folder: Path
+    console: Console
+    vocabulary: int
+    tensor_parallel_size: int
+    memory: int
+    max_num_batched_tokens: int = 64
+    max_tokens: int = 24
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
+
+    @property
+    def model(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.folder / "model"
+
+    def prompts(self) -> list[list[int]]:
+        """Families of prompts that share their first tokens; each longer than the token budget."""
+        numbers = random.Random(0)
+
+        def tokens(count: int) -> list[int]:
+            return [numbers.randrange(2, self.vocabulary) for _ in range(count)]
+
+        families = [tokens(_SHARED) for _ in range(_FAMILIES)]
+        return [shared + tokens(_OWN) for shared in families for _ in range(_PER_FAMILY)]
+
+    @property
+    def max_model_len(self) -> int:
+        """Enough for every prompt and its answer, in tokens."""
+        return _SHARED + _OWN + self.max_tokens + 1

@@ -1,0 +1,111 @@
+"""The demo's clients: streamed completions sent together, and the servers' own counters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvpp_connectors.demo.children import ChildFailed
+
+__all__ = ["Answer", "ask", "read_counters", "send_wave", "wait_idle"]
+
+_ANSWER_S = 300.0  # for a whole answer on a busy machine
+_IDLE_S = 60.0  # for blocks to be given back
+_PROBE_S = 0.25
+_USAGE = "vllm:kv_cache_usage_perc"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request's tokens, and the seconds until the first of them."""
+
+    tokens: list[int]
+    first_token_s: float
+
+
+async def send_wave(url: str, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+    """Send all prompts at once; their answers in order.
+
+    Raises:
+        ChildFailed: a request was refused or its stream broke.
+    """
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        return await asyncio.gather(*(ask(session, prompt, max_tokens) for prompt in prompts))
+
+
+async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> Answer:
+    """Stream one completion of the session's server.
+
+    Raises:
+        ChildFailed: the request was refused or its stream broke.
+    """
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    started, first, tokens = time.perf_counter(), None, []
+    async with session.post("/v1/completions", json=body) as answer:
+        if answer.status != 200:
+            raise ChildFailed(f"a completion: HTTP {answer.status}: {await answer.text()}")
+        async for line in answer.content:
+            chunk = _event(line)
+            if chunk and first is None:
+                first = time.perf_counter() - started
+            tokens += chunk
+    if first is None:
+        raise ChildFailed("a completion ended without a token; see the logs of the servers")
+    return Answer(tokens, first)
+
+
+async def read_counters(url: str) -> Counter[str]:
+    """The server's metrics by name, summed over their labels."""
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        session.get(f"{url}/metrics") as answer,
+    ):
+        text = await answer.text()
+    counters: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            counters[sample.name] += sample.value  # type: ignore[assignment]
+    return counters
+
+
+async def wait_idle(url: str) -> float:
+    """Wait until no request holds a block; the share of blocks that are still held, at best 0."""
+    deadline = time.monotonic() + _IDLE_S
+    while usage := (await read_counters(url))[_USAGE]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(_PROBE_S)
+    return usage
+
+
+def _event(line: bytes) -> list[int]:
+    """The token ids in one line of a stream.
+
+    Raises:
+        ChildFailed: the line is an error.
+    """
+    payload = line.strip().removeprefix(b"data:").strip()
+    if not payload or payload == b"[DONE]":
+        return []
+    event = json.loads(payload)
+    if "error" in event:
+        raise ChildFailed(f"a completion failed: {event['error']}")
+    tokens: list[int] = event["choices"][0].get("token_ids") or []
+    return tokens

@@ -1,0 +1,1 @@
+"""Whole deployments: servers, proxy and clients, as a site runs them."""
