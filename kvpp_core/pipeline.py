@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from enum import Enum, IntEnum, auto
@@ -90,6 +90,7 @@ class _Step:
     history: History
     index: torch.Tensor  # active block ids on the buffer's device
     fences: Mapping[int, Fence]
+    on_load_failed: Callable[[int], None] | None
     guarded: bool  # some layer is loaded in this step: every transfer carries a load status
 
 
@@ -155,13 +156,16 @@ class Pipeline:
         fences: Mapping[int, Fence] | None = None,
         *,
         guarded: bool = False,
+        on_load_failed: Callable[[int], None] | None = None,
     ) -> None:
         """Start a step. Without active blocks nothing is broadcast and nothing is checked.
 
         ``active_blocks`` are sorted, unique ids of blocks that hold history of this step's
         requests. ``fences`` maps transformer layer indices to loads that must end before the
         layer may be broadcast; ``guarded`` says that some rank of the group has fences, and must
-        be the same on every rank (S8).
+        be the same on every rank (S8). ``on_load_failed(layer)`` is called on every rank for a
+        layer whose owner could not load it, and the step goes on with what the owner has; without
+        it `acquire` raises.
 
         Raises:
             PipelineClosed: after close(), inside a step, or after a failed abort().
@@ -182,7 +186,7 @@ class Pipeline:
         index = torch.tensor(history.blocks, dtype=torch.int64).to(
             self._buffer.device, non_blocking=True
         )
-        self._step = _Step(history, index, fences or {}, guarded)
+        self._step = _Step(history, index, fences or {}, on_load_failed, guarded)
         self.stats.steps_with_history += 1
         if self._settings.poison_scratch:
             self._device.compute.run(self._poison, "poisoning the scratch slots")
@@ -196,7 +200,8 @@ class Pipeline:
 
         Raises:
             AcquireOrderError: the layer is not a target layer, or not the next one.
-            LoadFailed: the owner could not load the layer (on every rank of the group).
+            LoadFailed: the owner could not load the layer (on every rank of the group), and begin()
+                was told nobody to call.
             PipelineClosed: after close() or a failed abort(): nobody keeps the layer readable.
             TransferTimeout: the broadcast did not end in time.
         """
@@ -335,13 +340,16 @@ class Pipeline:
             )
             status = _LoadStatus(int(in_flight.status))
             if status is not _LoadStatus.OK:
-                self._raise_load_failed(ordinal, status)
+                self._load_failed(ordinal, status)
         self._device.compute.wait(in_flight.done, f"the broadcast of layer {self._layer(ordinal)}")
         self._in_flight = None
 
-    def _raise_load_failed(self, ordinal: int, status: _LoadStatus) -> None:
+    def _load_failed(self, ordinal: int, status: _LoadStatus) -> None:
         self.stats.load_failures += 1
         assert self._step is not None
+        if self._step.on_load_failed is not None:
+            self._step.on_load_failed(self._layer(ordinal))
+            return
         fence = self._step.fences.get(self._layer(ordinal))
         cause = _error_of(fence) if fence is not None and fence.done() else None
         owner = self._group.ranks[self._layout.placement.owners[ordinal]]

@@ -22,7 +22,7 @@ from kvpp_connectors.engine.placement import (
 from kvpp_connectors.engine.setup import examine_resolved
 from kvpp_connectors.engine.steps import read_step
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.registry import publish_layout
+from kvpp_connectors.registry import KvppFacts, layer_loads, publish
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.device import make_device
 from kvpp_core.errors import PlanError
@@ -53,6 +53,7 @@ class KvppWorkerMixin:
     _kvpp_placement: Placement
     _kvpp_pipeline: Pipeline | None = None
     _kvpp_history: BlockHistory
+    _kvpp_layer_of: dict[str, int]  # transformer layer of each target component
     _kvpp_pending: tuple[int, ...] | None = None  # active blocks of a step whose forward is to come
 
     def init_device(self) -> None:
@@ -109,7 +110,7 @@ class KvppWorkerMixin:
             )
         layout = build_layout(self._kvpp_placement, kv_cache_config.num_blocks)
         self._kvpp_agree(layout)
-        publish_layout(layout)
+        publish(KvppFacts(layout, self._kvpp_manifest))
         super().initialize_from_config(place(kv_cache_config, layout))  # type: ignore[misc]
         self._kvpp_start(layout)
 
@@ -206,7 +207,10 @@ class KvppWorkerMixin:
         )
         self._kvpp_history = BlockHistory(self._kvpp_block_size)
         targets = [c.name for bundle in layout.placement.bundles for c in bundle.components]
-        hooks.hook_layers(layers, targets, pipeline.acquire)
+        self._kvpp_layer_of = {
+            c.name: bundle.layer for bundle in layout.placement.bundles for c in bundle.components
+        }
+        hooks.hook_layers(layers, targets, self._kvpp_acquire)
         self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
         self._kvpp_pipeline = pipeline
         logger.info(
@@ -221,8 +225,24 @@ class KvppWorkerMixin:
     def _kvpp_before_forward(self, model: torch.nn.Module, args: Any) -> None:
         """Begin the step that execute_model announced; dummy and profiling runs announce none."""
         pending, self._kvpp_pending = self._kvpp_pending, None
-        if pending is not None and self._kvpp_pipeline is not None:
-            self._kvpp_pipeline.begin(pending)
+        if pending is None or self._kvpp_pipeline is None:
+            return
+        loads = layer_loads()
+        fences = loads.take_fences() if loads is not None else None
+        self._kvpp_pipeline.begin(
+            pending,
+            fences,
+            guarded=fences is not None,
+            on_load_failed=loads.failed if loads is not None else None,
+        )
+
+    def _kvpp_acquire(self, component: str) -> None:
+        """The first touch of a layer's cache: its load is submitted, then waited for."""
+        loads = layer_loads()
+        if loads is not None:
+            loads.reached(self._kvpp_layer_of[component])
+        assert self._kvpp_pipeline is not None
+        self._kvpp_pipeline.acquire(component)
 
 
 def _describe(placement: Placement, group: KvppGroup, available: int, blocks: int) -> str:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+import torch
+
 from kvpp_core.device.base import Event, Fence, Work, await_fence
 from kvpp_core.errors import TransferFailed, TransferTimeout
 
@@ -181,7 +183,10 @@ class CpuStream:
     def _start(self, operation: _Operation) -> _Pending:
         self._starting = True
         try:
-            return operation.start() or _DONE
+            # The forward made these tensors in inference mode; a thread that completes a fence
+            # is outside of it, and could not write them.
+            with torch.inference_mode():
+                return operation.start() or _DONE
         finally:
             self._starting = False
 

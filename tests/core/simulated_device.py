@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from kvpp_core.device.base import Event, Fence, Work
 from kvpp_core.errors import TransferTimeout
 
@@ -231,7 +233,8 @@ class SimulatedStream:
     def _work(self) -> None:
         while (operation := self._next()) is not None:
             try:
-                operation.execute()
+                with torch.inference_mode():  # as a device, which knows of no such mode
+                    operation.execute()
             except BaseException as error:  # noqa: BLE001 - kept, and raised to who waits
                 self._end(error)
             else:

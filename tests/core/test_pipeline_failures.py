@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Literal, NamedTuple
 
 import pytest
+import torch
 
 from kvpp_core.errors import KvppError, LoadFailed, PipelineClosed, TransferTimeout
 from kvpp_core.policy import BroadcastPolicy
@@ -61,6 +62,39 @@ def failed_load(rank: Rank, kind: DeviceKind, layer: int, how: How) -> Failure:
             r.settle()
             fence.cancel()
         return _failure(r, layer)
+
+
+def failed_load_told(
+    rank: Rank, kind: DeviceKind, layer: int, how: How
+) -> tuple[list[int], int, list[str]]:
+    """The same where somebody wants to be told: layers told of, failures, wrong bytes elsewhere.
+
+    As in a model's forward, in inference mode; the fence is completed by another thread.
+    """
+    told: list[int] = []
+    load_timeout = SOON if how == "takes too long" else PATIENCE
+    with torch.inference_mode(), rig(rank, kind, load_timeout=load_timeout) as r:
+        fence: Future[None] = Future()
+        owned = r.owns(layer)
+
+        def complete() -> None:
+            if owned and how == "fails":
+                fence.set_exception(ConnectionError("the pool is gone"))
+            elif owned and how == "is cancelled":
+                fence.cancel()
+
+        r.pipeline.begin(
+            ACTIVE, {layer: fence} if owned else None, guarded=True, on_load_failed=told.append
+        )
+        r.forward(1, 0, layer)
+        r.settle()
+        with r.background(complete):
+            r.acquire(layer)
+        r.forward(1, layer + 1)
+        r.pipeline.end()
+        complaints = r.complaints()
+        r.step(1)
+        return told, r.pipeline.stats.load_failures, complaints + r.complaints()
 
 
 def load_after_its_time(rank: Rank, kind: DeviceKind) -> Failure:
@@ -209,6 +243,15 @@ def test_a_failed_load_raises_on_every_rank_and_the_next_step_is_right(
     causes = {"fails": "ConnectionError('the pool is gone')", "is cancelled": "CancelledError()"}
     assert results[layer // 4].cause == causes.get(how, "None")
     assert results[1 - layer // 4].cause == "None"
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "takes too long"])
+@pytest.mark.parametrize("layer", [0, 2, 5])
+@pytest.mark.parametrize("kind", DEVICES)
+def test_a_failed_load_is_told_on_every_rank_and_the_step_goes_on(
+    world2: GlooWorld, kind: DeviceKind, layer: int, how: How
+) -> None:
+    assert world2.run(failed_load_told, kind, layer, how) == [([layer], 1, [])] * 2
 
 
 @pytest.mark.parametrize("kind", DEVICES)
