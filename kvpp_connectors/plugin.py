@@ -14,7 +14,10 @@ from typing import Any
 __all__ = ["CONNECTORS", "register"]
 
 _MARK = "__kvpp_wrapped__"
-CONNECTORS = {"MooncakeConnectorV2": "kvpp_connectors.p2p.connector"}  # name, its module
+CONNECTORS = {  # name, its module
+    "MooncakeConnectorV2": "kvpp_connectors.p2p.connector",
+    "AscendStoreConnector": "kvpp_connectors.pool.connector",
+}
 
 
 def register() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvpp_connectors.config import nearest
 from kvpp_connectors.launch import Connector, Launch
+from kvpp_connectors.pool.config import IDLE_KEYS, PoolOptions
 from kvpp_connectors.problems import Problem, Severity
 
 __all__ = [
@@ -33,28 +34,7 @@ PLATFORM_WORKERS = (
     "vllm.v1.worker.cpu_worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker",
 )
-POOL_KEYS = (
-    "backend",
-    "use_layerwise",
-    "load_async",
-    "lookup_rpc_port",
-    "mooncake_rpc_port",
-    "discard_partial_chunks",
-    "layerwise_prefetch_layers",
-    "layerwise_num_shared_buffers",
-    "layerwise_independent_layers",
-    "layerwise_max_transfer_blocks",
-    "layerwise_max_transfer_bytes",
-    "consumer_is_to_put",
-    "consumer_is_to_load",
-    "save_decode_cache",
-    "prefill_pp_size",
-    "prefill_pp_layer_partition",
-    "prefill_tp_size",
-    "decode_tp_size",
-    "qos_priority",
-    "mooncake",
-)
+POOL_KEYS = (*PoolOptions.model_fields, *IDLE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ that rebuilt ones inherit; its worker class tells nothing, because a user may gi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.plugin import CONNECTORS
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.rules import PLATFORM_WORKERS, check
+from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, check
 from kvpp_core.errors import KvppError
 
 __all__ = ["KVPP_WORKERS", "configure", "examine", "examine_resolved"]
@@ -137,10 +138,8 @@ def _check_connector(transfer: Any) -> list[Problem]:
     """Our connector's own settings, whether KVPP is on or not."""
     if not _is_ours(transfer):
         return []
-    from kvpp_connectors.p2p.config import read_key, read_options
-
     try:
-        read_key(read_options(transfer.kv_connector_extra_config))
+        _read_connector_settings(transfer)
     except KvppError as error:
         return [
             Problem(
@@ -152,6 +151,20 @@ def _check_connector(transfer: Any) -> list[Problem]:
             )
         ]
     return []
+
+
+def _read_connector_settings(transfer: Any) -> None:
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == P2P:
+        from kvpp_connectors.p2p.config import read_key, read_options
+
+        read_key(read_options(extra))
+        return
+    from kvpp_connectors.pool.backends.mooncake_settings import read_mooncake_settings
+    from kvpp_connectors.pool.config import read_pool_options
+
+    if read_pool_options(extra).backend == "mooncake":
+        read_mooncake_settings(extra, os.environ)
 
 
 def _check_platform(device_type: str) -> list[Problem]:

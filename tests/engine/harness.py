@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,6 +156,13 @@ class Engine:
     def settle(self) -> None:
         """Tell the workers of the last requests that ended: a step without tokens."""
         self._llm.llm_engine.step()
+
+    def drain(self, seconds: float = 120) -> None:
+        """Step until no request is held any more, not even one whose blocks are being saved."""
+        deadline = time.monotonic() + seconds
+        while self._scheduler.has_requests():
+            assert time.monotonic() < deadline, f"still held: {list(self._scheduler.requests)}"
+            self._llm.llm_engine.step()
 
     def stop(self) -> None:
         """End the workers."""

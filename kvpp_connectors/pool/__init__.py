@@ -1,0 +1,1 @@
+"""AscendStoreConnector: a prefix cache that engines share."""

@@ -1,0 +1,1 @@
+"""The stores that can hold the pool, behind one contract."""

@@ -1,0 +1,281 @@
+"""MemCache (memcache_hybrid) as a pool: whole objects, copied by the kind of their memory.
+
+Its settings are a file of its own, named by MMC_LOCAL_CONFIG_PATH. A scheduler's client only asks
+and holds no memory; a worker's client needs an NPU, its driver and CANN (docs/memcache.md).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.backends.base import (
+    Buffer,
+    Outcome,
+    PoolUnavailable,
+    Result,
+    all_ended,
+)
+from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
+from kvpp_connectors.pool.backends.handle import Handle
+from kvpp_core.errors import KvppError
+
+__all__ = ["CONFIG_VARIABLE", "MemCacheBackend", "MemoryKind", "new_client"]
+
+logger = get_logger(__name__)
+
+CONFIG_VARIABLE = "MMC_LOCAL_CONFIG_PATH"
+_CLOSE_WAIT_S = 30.0
+_NO_SPACE_WAITS_S = (0.005, 0.010, 0.020, 0.040)  # it evicts in the background
+_PROBE = "kvpp-probe"  # a key that nobody saves
+_FULL_OR_ANY_ERROR = -1
+_BOOK = CodeBook(
+    "MemCache",
+    {
+        -1: (Result.FAILED, "an error that MemCache does not name; its own log does"),
+        -2: (Result.FAILED, "the copy direction does not fit the memory's kind"),
+        -8: (Result.FAILED, "a library of the device is not loaded"),
+        -3000: (Result.FAILED, "MemCache calls a parameter invalid"),
+        -3001: (Result.NO_SPACE, "no memory could be allocated"),
+        -3002: (Result.FAILED, "an object could not be made"),
+        -3003: (Result.UNAVAILABLE, "MemCache's service is not started"),
+        -3004: (Result.UNAVAILABLE, "MemCache's MetaService did not answer in time"),
+        -3006: (Result.ALREADY_THERE, "saved already, or being saved"),
+        -3007: (Result.MISSING, "not in the pool: never saved, evicted, or its owner is gone"),
+        -3008: (Result.UNAVAILABLE, "MemCache's client is not initialised"),
+        -3012: (Result.WRONG_LENGTH, "the object has another size"),
+        -3013: (Result.NO_SPACE, "the pool has no room"),
+        -3014: (Result.UNAVAILABLE, "the link to MemCache's MetaService is broken"),
+        -3016: (Result.NO_SPACE, "the pool has no memory"),
+        -3017: (Result.UNAVAILABLE, "there is no MetaService"),
+        -3018: (Result.UNAVAILABLE, "there is no LocalService"),
+        -3019: (Result.UNAVAILABLE, "MemCache's client is not initialised"),
+        -3101: (Result.MISSING, "its writer has not finished it"),
+        -3102: (Result.MISSING, "not in the pool: never saved, or evicted"),
+        -3104: (Result.FAILED, "it has a lease"),
+        -3106: (Result.LEASE_EXPIRED, "there is no lease on it"),
+    },
+)
+
+
+class MemoryKind(Enum):
+    """Where buffers lie, and by which of MemCache's copy directions they are saved and loaded."""
+
+    HOST = (3, 2)  # H2G, G2H
+    DEVICE = (0, 1)  # L2G, G2L
+
+    @property
+    def save(self) -> int:
+        """The direction into the pool."""
+        return self.value[0]
+
+    @property
+    def load(self) -> int:
+        """The direction out of the pool."""
+        return self.value[1]
+
+
+class MemCacheBackend:
+    """One client of a MemCache pool."""
+
+    name = "memcache"
+    packed = False  # its calls take the pieces of many objects at once
+
+    def __init__(
+        self,
+        kind: MemoryKind,
+        device_id: int,
+        moves_data: bool,
+        environment: Mapping[str, str] | None = None,
+        client: Callable[[], Any] | None = None,
+    ) -> None:
+        """Do not connect yet.
+
+        Args:
+            kind: of the memory that put() and get() are given.
+            device_id: of this process's NPU.
+            moves_data: False for a scheduler, which only asks.
+            environment: for MMC_LOCAL_CONFIG_PATH; the process's own if left out.
+            client: makes a DistributedObjectStore; memcache_hybrid's if left out.
+        """
+        self._kind = kind
+        self._device_id = device_id
+        self._moves_data = moves_data
+        self._environment = os.environ if environment is None else environment
+        self._new_client = client or new_client
+        self._handle: Handle[Any] = Handle("MemCache")
+        self._connecting = threading.Lock()
+        self._closing = threading.Event()
+        self._regions: dict[int, int] = {}  # address -> bytes
+
+    def connect(self) -> None:
+        """See Backend."""
+        with self._connecting:
+            if self._closing.is_set():
+                raise PoolUnavailable("the MemCache client is closed")
+            if not self._handle.ready:
+                client = self._set_up()
+                for address, size in self._regions.items():
+                    _register(client, address, size)
+                if not self._handle.set(client):
+                    client.close()
+            self.exist([_PROBE])
+
+    def register(self, address: int, size: int) -> None:
+        """See Backend. Does nothing for a scheduler's client, which it would crash."""
+        if not self._moves_data:
+            return
+        with self._connecting:
+            if self._regions.get(address) == size:
+                return
+            if self._handle.ready:
+                with self._handle.use() as client:
+                    _register(client, address, size)
+            self._regions[address] = size
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """See Backend."""
+        if not keys:
+            return []
+        with self._handle.use() as client:
+            try:
+                codes = ask(lambda: client.batch_is_exist(list(keys)), keys, "batch_is_exist")
+            except NoAnswer as error:
+                raise PoolUnavailable(f"MemCache: {error}") from error
+        wrong = [code for code in codes if code < 0]
+        if wrong:
+            raise PoolUnavailable(f"MemCache: {_BOOK.outcome(wrong[0])} ({len(keys)} keys)")
+        return [code == 1 for code in codes]
+
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        """See Backend."""
+        self._check_role("save")
+        try:
+            there = self.exist(keys)
+        except PoolUnavailable as error:
+            return all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
+        outcomes = [Outcome(Result.ALREADY_THERE)] * len(keys)
+        missing = [i for i, found in enumerate(there) if not found]
+        for pause_s in (*_NO_SPACE_WAITS_S, None):
+            ended = self._put([keys[i] for i in missing], [buffers[i] for i in missing])
+            for i, outcome in zip(missing, ended, strict=True):
+                outcomes[i] = outcome
+            missing = [i for i in missing if outcomes[i].result is Result.NO_SPACE]
+            if not missing or pause_s is None or self._closing.wait(pause_s):
+                break
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        """See Backend."""
+        self._check_role("load")
+        starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
+        codes = self._call(
+            keys,
+            "batch_get_into_layers",
+            lambda client: client.batch_get_into_layers(list(keys), starts, sizes, self._kind.load),
+        )
+        if isinstance(codes, Outcome):
+            return all_ended(keys, codes)
+        return [Outcome(Result.LOADED) if code == 0 else _BOOK.of_load(code) for code in codes]
+
+    def close(self) -> None:
+        """See Backend. A client that is not closed can crash the process at its end."""
+        self._closing.set()
+        if not self._handle.close(lambda client: client.close(), _CLOSE_WAIT_S):
+            logger.warning(
+                "calls into MemCache did not end within %.0f s; its client stays open until this "
+                "process ends",
+                _CLOSE_WAIT_S,
+            )
+
+    def _set_up(self) -> Any:
+        path = self._environment.get(CONFIG_VARIABLE)
+        if not path:
+            raise PoolUnavailable(
+                f"backend=memcache needs {CONFIG_VARIABLE}, the path of mmc-local.conf, which says "
+                "where the MetaService is; the variable is not set"
+            )
+        if not Path(path).is_file():
+            raise PoolUnavailable(f"{CONFIG_VARIABLE}={path}: there is no such file")
+        client = self._new_client()
+        code = client.init(self._device_id, init_bm=self._moves_data)
+        if code != 0:
+            needs = (
+                " A client that moves data needs an NPU with its driver, CANN (ASCEND_HOME_PATH) "
+                "and a protocol that fits them."
+                if self._moves_data
+                else ""
+            )
+            raise PoolUnavailable(
+                f"MemCache's client did not start on device {self._device_id} with {path} "
+                f"(code {code}): is its MetaService running at ock.mmc.meta_service_url?{needs}"
+            )
+        return client
+
+    def _check_role(self, verb: str) -> None:
+        if not self._moves_data:
+            raise KvppError(f"a scheduler's MemCache client cannot {verb}: it holds no memory")
+
+    def _call(
+        self, keys: Sequence[str], what: str, call: Callable[[Any], object]
+    ) -> list[int] | Outcome:
+        """One code a key, or the outcome of all keys."""
+        if not keys:
+            return []
+        try:
+            with self._handle.use() as client:
+                return ask(lambda: call(client), keys, what)
+        except PoolUnavailable as error:
+            return Outcome(Result.UNAVAILABLE, words=str(error))
+        except NoAnswer as error:
+            return Outcome(Result.FAILED, words=str(error))
+
+    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
+        codes = self._call(
+            keys,
+            "batch_put_from_layers",
+            lambda client: client.batch_put_from_layers(list(keys), starts, sizes, self._kind.save),
+        )
+        if isinstance(codes, Outcome):
+            return all_ended(keys, codes)
+        return [_stored(code) for code in codes]
+
+
+def new_client() -> Any:
+    """A DistributedObjectStore of the installed memcache_hybrid.
+
+    Raises:
+        PoolUnavailable: it is not installed, or does not fit this machine.
+    """
+    try:
+        module = importlib.import_module("memcache_hybrid")
+    except ImportError as error:
+        raise PoolUnavailable(
+            f"backend=memcache needs the package memcache-hybrid: {error}. Install it on every "
+            "node (pip install memcache-hybrid), or use backend=mooncake."
+        ) from error
+    return module.DistributedObjectStore()
+
+
+def _stored(code: int) -> Outcome:
+    if code == 0:
+        return Outcome(Result.STORED)
+    if code == _FULL_OR_ANY_ERROR:
+        words = "no room; MemCache gives this code for some other errors of a save, too"
+        return Outcome(Result.NO_SPACE, code, words)
+    return _BOOK.outcome(code)
+
+
+def _register(client: Any, address: int, size: int) -> None:
+    code = client.register_buffer(address, size)
+    if code != 0:
+        raise KvppError(
+            f"MemCache did not register {size:,} bytes at {address:#x}: {_BOOK.outcome(code)}"
+        )

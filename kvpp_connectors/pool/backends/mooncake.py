@@ -1,0 +1,398 @@
+"""Mooncake's store as a pool. What it does was found by experiment and is tested for real.
+
+- A put that answers 0 may have stored nothing: another client's unfinished put of the key swallows
+  it for up to 30 s. So the object is asked for afterwards.
+- A full pool says "no space" while it evicts in the background; some milliseconds later there is
+  some.
+- A get into a larger buffer is a success with the object's own size; into a smaller one an
+  "invalid argument"; into several pieces that are too large a "transfer error".
+- Calls into a client that is not set up, or closed, end the process: see handle.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.backends.base import (
+    Buffer,
+    Outcome,
+    PoolUnavailable,
+    Result,
+    all_ended,
+)
+from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
+from kvpp_connectors.pool.backends.handle import Handle
+from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
+from kvpp_connectors.transport import TransferEngine
+from kvpp_core.errors import KvppError
+
+__all__ = ["MooncakeBackend"]
+
+logger = get_logger(__name__)
+
+_CLOSE_WAIT_S = 10.0
+_MASTER_CONNECT_S = 1.0
+_PROBE = "kvpp-probe"  # a key that nobody saves
+_TRANSFER_FAILED, _LEASE_EXPIRED, _INVALID_ARGUMENT, _NO_SPACE = -800, -707, -600, -200
+_WORTH_A_RETRY = (_TRANSFER_FAILED, _LEASE_EXPIRED)
+_BOOK = CodeBook(
+    "Mooncake",
+    {
+        _NO_SPACE: (Result.NO_SPACE, "no segment has room, and nothing could be evicted yet"),
+        _INVALID_ARGUMENT: (Result.FAILED, "Mooncake calls an argument invalid"),
+        -703: (Result.MISSING, "its writer has not finished it"),
+        -704: (Result.MISSING, "not in the pool: never saved, or evicted"),
+        -705: (Result.ALREADY_THERE, "saved already, or being saved"),
+        -706: (Result.FAILED, "it has a lease"),
+        _LEASE_EXPIRED: (Result.LEASE_EXPIRED, "its lease ended while it was read; give the "
+                         "master a longer --default_kv_lease_ttl"),
+        _TRANSFER_FAILED: (Result.FAILED, "the bytes could not be moved: their owner is gone, "
+                           "stuck, or out of reach"),
+        -900: (Result.UNAVAILABLE, "mooncake_master does not answer: it is gone"),
+        -901: (Result.UNAVAILABLE, "mooncake_master did not answer in time: it is stuck"),
+        -1700: (Result.NO_SPACE, "the tenant's quota is used up"),
+        -1701: (Result.FAILED, "mooncake_master does not know this tenant_id"),
+    },
+)  # fmt: skip
+_TRIED = Outcome(Result.FAILED, words="about to be tried")
+# Mooncake's own bounds are 30 s for a stuck master or peer, and 90 s for a set-up.
+_ENVIRONMENT = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_RPC_TIMEOUT_MS": "1000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TRANSFER_TIMEOUT": "30",
+    "MC_TCP_SLICE_SIZE": "262144",
+}
+
+
+class MooncakeBackend:
+    """One client of a Mooncake store."""
+
+    name = "mooncake"
+
+    def __init__(
+        self,
+        settings: MooncakeSettings,
+        host: str,
+        protocol: str,
+        segment_bytes: int,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        """Do not connect yet.
+
+        Args:
+            settings: as read.
+            host: address by which other clients reach this one; ``local_hostname`` wins.
+            protocol: of the platform; ``settings.protocol`` wins.
+            segment_bytes: memory to give to the pool; 0 for a scheduler, which only asks.
+            engine: this process's transfer engine, if another connector has one.
+        """
+        self._settings = settings
+        self._host = settings.local_hostname or host
+        self._protocol = settings.protocol or protocol
+        self._segment_bytes = segment_bytes
+        self._engine = engine
+        self._handle: Handle[Any] = Handle("Mooncake")
+        self._connecting = threading.Lock()
+        self._closing = threading.Event()
+        self._regions: dict[int, int] = {}  # address -> bytes
+
+    @property
+    def packed(self) -> bool:
+        """Over tcp every piece costs a request of its own, so that packing is 5 times faster."""
+        return self._protocol == "tcp"
+
+    def connect(self) -> None:
+        """See Backend. Clients of a master that came back join it by themselves, within 2 s."""
+        with self._connecting:
+            if self._closing.is_set():
+                raise PoolUnavailable("the Mooncake client is closed")
+            if not self._handle.ready:
+                client = self._set_up()
+                for address, size in self._regions.items():
+                    self._register(client, address, size)
+                if not self._handle.set(client):
+                    client.close()
+            self.exist([_PROBE])
+
+    def register(self, address: int, size: int) -> None:
+        """See Backend. Over tcp Mooncake copies to and from any memory of this process."""
+        if self._protocol == "tcp":
+            return
+        with self._connecting:
+            if self._regions.get(address) == size:
+                return
+            if self._handle.ready:
+                with self._handle.use() as client:
+                    self._register(client, address, size)
+            self._regions[address] = size
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """See Backend."""
+        if not keys:
+            return []
+        with self._handle.use() as client:
+            try:
+                codes = ask(lambda: client.batch_is_exist(list(keys)), keys, "batch_is_exist")
+            except NoAnswer as error:
+                raise PoolUnavailable(f"Mooncake: {error}") from error
+        wrong = [code for code in codes if code < 0]
+        if wrong:
+            outcome = _BOOK.outcome(wrong[0])
+            raise PoolUnavailable(
+                f"{outcome} (master {self._settings.master_server_address}, {len(keys)} keys)"
+            )
+        return [code == 1 for code in codes]
+
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        """See Backend."""
+        try:
+            there = self.exist(keys)
+        except PoolUnavailable as error:
+            return all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
+        outcomes = [
+            Outcome(Result.ALREADY_THERE) if found else self._too_large(buffer)
+            for found, buffer in zip(there, buffers, strict=True)
+        ]
+        missing = [i for i, outcome in enumerate(outcomes) if outcome is _TRIED]
+        for pause_ms in (*self._settings.no_space_waits_ms, None):
+            ended = self._put([keys[i] for i in missing], [buffers[i] for i in missing])
+            for i, outcome in zip(missing, ended, strict=True):
+                outcomes[i] = outcome
+            missing = [i for i in missing if outcomes[i].code == _NO_SPACE]
+            if not missing or pause_ms is None or self._closing.wait(pause_ms / 1000):
+                break
+        self._verify(keys, outcomes)
+        return outcomes
+
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        """See Backend."""
+        outcomes = self._get(keys, buffers)
+        # The first transfer after a peer's trouble may find its connections broken, the first one
+        # to a peer may take longer than a short lease; the next ones not.
+        again = [
+            i
+            for i, outcome in enumerate(outcomes)
+            if outcome.code in _WORTH_A_RETRY and outcome.result is not Result.WRONG_LENGTH
+        ]
+        if again:
+            ended = self._get([keys[i] for i in again], [buffers[i] for i in again])
+            for i, outcome in zip(again, ended, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def clear(self, prefix: str) -> int:
+        """Remove every object whose key starts with ``prefix``; how many there were.
+
+        Raises:
+            PoolUnavailable: the store cannot be asked.
+            KvppError: the prefix is not one of ours, or the store refused.
+        """
+        if not prefix.startswith("kvpp") or not all(c.isalnum() or c in "@-" for c in prefix):
+            raise KvppError(f"{prefix!r} is no prefix of a pool's keys; expected kvpp...@...")
+        with self._handle.use() as client:
+            removed = int(client.remove_by_regex(f"^{prefix}", True))
+        if removed < 0:
+            raise PoolUnavailable(f"the pool was not cleared: {_BOOK.outcome(removed)}")
+        return removed
+
+    def close(self) -> None:
+        """See Backend. Takes Mooncake 1 to 2 s."""
+        self._closing.set()
+        if not self._handle.close(lambda client: client.close(), _CLOSE_WAIT_S):
+            logger.warning(
+                "calls into Mooncake did not end within %.0f s; its client stays open until this "
+                "process ends",
+                _CLOSE_WAIT_S,
+            )
+
+    def _register(self, client: Any, address: int, size: int) -> None:
+        code = client.register_buffer(address, size)
+        if code != 0:
+            raise KvppError(
+                f"Mooncake did not register {size:,} bytes at {address:#x} over {self._protocol} "
+                f"(code {code}); it refuses memory that overlaps what is registered already"
+            )
+
+    def _set_up(self) -> Any:
+        """A client that was set up; one that failed must not be touched again."""
+        master = self._settings.master_server_address
+        _check_master(master)
+        os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
+        if self._protocol == "tcp":
+            os.environ.setdefault("MC_FORCE_TCP", "1")
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise PoolUnavailable(
+                f"Mooncake's store cannot be imported: {error}. Install mooncake-transfer-engine "
+                "(mooncake-transfer-engine-non-cuda on CPU) and libibverbs1."
+            ) from error
+        client = MooncakeDistributedStore()
+        settings = self._settings
+        code = client.setup(
+            self._engine.session if self._engine else self._host,
+            settings.metadata_server,
+            self._segment_bytes,
+            settings.local_buffer_size,
+            self._protocol,
+            settings.device_name,
+            master,
+            engine=self._engine.raw.get_engine() if self._engine else None,
+            enable_ssd_offload=settings.enable_ssd_offload,
+            ssd_offload_path=settings.ssd_offload_path,
+            tenant_id=settings.tenant_id,
+        )
+        if code != 0:
+            raise PoolUnavailable(
+                f"Mooncake's client did not start on {self._host} over {self._protocol} with "
+                f"{self._segment_bytes:,} bytes for the pool and master {master}: "
+                f"{_BOOK.outcome(code)}"
+            )
+        return client
+
+    def _call(
+        self, keys: Sequence[str], what: str, call: Callable[[Any], object]
+    ) -> list[int] | Outcome:
+        """One code a key, or the outcome of all keys."""
+        try:
+            with self._handle.use() as client:
+                return ask(lambda: call(client), keys, what)
+        except PoolUnavailable as error:
+            return Outcome(Result.UNAVAILABLE, words=str(error))
+        except NoAnswer as error:
+            return Outcome(Result.FAILED, words=str(error))
+
+    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        if not keys:
+            return []
+        names = list(keys)
+
+        def call(client: Any) -> object:
+            if all(len(buffer.sizes) == 1 for buffer in buffers):
+                starts, sizes = [b.addresses[0] for b in buffers], [b.sizes[0] for b in buffers]
+                config = self._replication(client, in_pieces=False)
+                return client.batch_put_from(names, starts, sizes, config)
+            starts_of, sizes_of = _pieces(buffers)
+            config = self._replication(client, in_pieces=True)
+            return client.batch_put_from_multi_buffers(names, starts_of, sizes_of, config)
+
+        codes = self._call(keys, "batch_put_from", call)
+        if isinstance(codes, Outcome):
+            return all_ended(keys, codes)
+        return [Outcome(Result.STORED) if code == 0 else _BOOK.outcome(code) for code in codes]
+
+    def _too_large(self, buffer: Buffer) -> Outcome:
+        """Keep back what no segment can hold: Mooncake would evict others for it, in vain."""
+        if not 0 < self._segment_bytes < buffer.total:
+            return _TRIED
+        words = (
+            f"an object of {buffer.total:,} bytes does not fit a segment of "
+            f"{self._segment_bytes:,} bytes; raise global_segment_size"
+        )
+        return Outcome(Result.NO_SPACE, words=words)
+
+    def _verify(self, keys: Sequence[str], outcomes: list[Outcome]) -> None:
+        """Make STORED what is not there NOT_KEPT."""
+        stored = [i for i, outcome in enumerate(outcomes) if outcome.result is Result.STORED]
+        if not stored or not self._settings.verify_puts:
+            return
+        try:
+            there = self.exist([keys[i] for i in stored])
+        except PoolUnavailable as error:
+            lost = Outcome(Result.UNAVAILABLE, words=f"saved, but not to be verified: {error}")
+            there = [False] * len(stored)
+        else:
+            lost = Outcome(
+                Result.NOT_KEPT,
+                0,
+                "Mooncake accepted it, yet it is not there: another client's unfinished save of "
+                "the key, or evicted at once",
+            )
+        for i, found in zip(stored, there, strict=True):
+            if not found:
+                outcomes[i] = lost
+
+    def _get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+        if not keys:
+            return []
+        names = list(keys)
+
+        def call(client: Any) -> object:
+            if all(len(buffer.sizes) == 1 for buffer in buffers):
+                starts, sizes = [b.addresses[0] for b in buffers], [b.sizes[0] for b in buffers]
+                return client.batch_get_into(names, starts, sizes)
+            starts_of, sizes_of = _pieces(buffers)
+            return client.batch_get_into_multi_buffers(
+                names, starts_of, sizes_of, self._settings.prefer_alloc_in_same_node
+            )
+
+        codes = self._call(keys, "batch_get_into", call)
+        if isinstance(codes, Outcome):
+            return all_ended(keys, codes)
+        return [
+            self._loaded(key, buffer, code)
+            for key, buffer, code in zip(keys, buffers, codes, strict=True)
+        ]
+
+    def _loaded(self, key: str, buffer: Buffer, code: int) -> Outcome:
+        if code == buffer.total:
+            return Outcome(Result.LOADED)
+        if code == _INVALID_ARGUMENT or (code == _TRANSFER_FAILED and len(buffer.sizes) > 1):
+            size = self._size(key)
+            if size <= 0 or size == buffer.total:
+                return _BOOK.of_load(code)
+        elif code <= 0:
+            return _BOOK.of_load(code) if code else Outcome(Result.FAILED, 0, "no bytes came")
+        else:
+            size = code
+        return Outcome(
+            Result.WRONG_LENGTH, code, f"it has {size:,} bytes; expected {buffer.total:,}"
+        )
+
+    def _size(self, key: str) -> int:
+        codes = self._call([key], "get_size", lambda client: [client.get_size(key)])
+        return 0 if isinstance(codes, Outcome) else codes[0]
+
+    def _replication(self, client: Any, in_pieces: bool) -> Any:
+        from mooncake.store import ReplicateConfig
+
+        config = ReplicateConfig()
+        config.replica_num = self._settings.replica_num
+        if in_pieces:  # Mooncake refuses it for single buffers
+            config.prefer_alloc_in_same_node = self._settings.prefer_alloc_in_same_node
+        if self._settings.preferred_segment:
+            config.preferred_segment = client.get_hostname()
+        return config
+
+
+def _pieces(buffers: Sequence[Buffer]) -> tuple[list[list[int]], list[list[int]]]:
+    return [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
+
+
+def _check_master(address: str) -> None:
+    """See that something listens there: Mooncake itself would take 4 s and more to say no."""
+    host, colon, port = address.rpartition(":")
+    if "://" in address:
+        return  # a service that knows the masters
+    if not colon or not port.isdecimal():
+        raise PoolUnavailable(
+            f"master_server_address = {address!r} is not host:port, nor a URL such as etcd://..."
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _MASTER_CONNECT_S).close()
+    except OSError as error:
+        raise PoolUnavailable(
+            f"no mooncake_master listens on {address}: {error}. Start one "
+            f"(mooncake_master --rpc_address={host} --rpc_port={port}) or correct "
+            "master_server_address."
+        ) from error

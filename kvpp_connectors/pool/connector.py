@@ -1,0 +1,205 @@
+"""AscendStoreConnector as vLLM sees it: a thin shell around a scheduler half and a worker half."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.backends.make import make_backend
+from kvpp_connectors.pool.config import IDLE_KEYS
+from kvpp_connectors.pool.guard import GuardedBackend
+from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.messages import PoolStep, PoolWorkerFacts
+from kvpp_connectors.pool.metrics import PoolConnectorStats, PoolPromMetrics
+from kvpp_connectors.pool.scheduler import PoolScheduler
+from kvpp_connectors.pool.settings import PoolFacts, name_objects, pool_facts
+from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.worker import PoolWorker, Ranks
+from kvpp_connectors.registry import published
+
+__all__ = ["AscendStoreConnector"]
+
+logger = get_logger(__name__)
+
+
+class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """A prefix cache in a pool that engines share. docs/pool.md."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._facts = pool_facts(vllm_config)
+        self._scheduler: PoolScheduler | None = None
+        self._worker: PoolWorker | None = None
+        self._worker_facts: PoolWorkerFacts | None = None
+        if role == KVConnectorRole.WORKER:
+            ranks = _ranks()
+            self._stats = PoolStats(f"pool rank {ranks.stage}/{ranks.rank}")
+            backend = self._connect(device=ranks.rank)
+            self._worker = PoolWorker(self._facts, ranks, published(), backend, self._stats)
+            return
+        self._stats = PoolStats("pool scheduler")
+        self._backend = self._connect(device=None)
+        lookup = Lookup(self._backend.exist, self._stats, self._facts.options.lookup_deadline_s)
+        self._scheduler = PoolScheduler(self._facts, lookup)
+        for key in sorted(IDLE_KEYS.keys() & self._facts.extra.keys()):
+            logger.info("kv_connector_extra_config.%s decides nothing: %s", key, IDLE_KEYS[key])
+
+    # Scheduler half ---------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, ...], PoolWorkerFacts]
+    ) -> None:
+        """What the workers keep, by rank."""
+        assert self._scheduler is not None
+        self._scheduler.use(
+            name_objects(self._vllm_config, self._kv_cache_config, self._facts, metadata)
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that the pool has; None while the store is being asked."""
+        assert self._scheduler is not None
+        tokens = self._scheduler.external_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens) and self._facts.options.load_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks for the loaded tokens are there."""
+        assert self._scheduler is not None
+        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> PoolStep:
+        """What the workers are told in this step."""
+        assert self._scheduler is not None
+        return self._scheduler.build_step(scheduler_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether its blocks must stay until they are saved."""
+        assert self._scheduler is not None
+        return self._scheduler.finished(request, _ended_well(request)), None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, where there may be several cache groups; we serve one."""
+        return self.request_finished(request, block_ids[0])
+
+    # Worker half ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The caches exist."""
+        assert self._worker is not None
+        self._worker_facts = self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> PoolWorkerFacts | None:
+        """What this worker keeps, for the scheduler half."""
+        return self._worker_facts
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Blocks are about to be given away: their saves end first."""
+        assert self._worker is not None
+        self._worker.release(kv_connector_metadata.preempted)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads and saves."""
+        assert self._worker is not None
+        self._worker.start(self._step())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whole blocks are there before the model runs: there is nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Whole blocks are saved once their step has ended: nothing to do here."""
+
+    def wait_for_save(self) -> None:
+        """Saves do not hold the step."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose blocks are saved, whose load has ended, whose load has failed."""
+        assert self._worker is not None
+        return KVConnectorTransferResults(*self._worker.finished())
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same for wrappers that ask in the older way."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that did not come; vLLM recomputes or fails by kv_load_failure_policy."""
+        assert self._worker is not None
+        return self._worker.take_invalid_blocks()
+
+    # Both -------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> PoolConnectorStats | None:
+        """Counters since the last call; None if nothing happened."""
+        return PoolConnectorStats.of(self._stats.drain())
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolConnectorStats:
+        """The class that adds them up."""
+        return PoolConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> PoolPromMetrics:
+        """Their export to Prometheus."""
+        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Leave no thread behind."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._backend.close()
+
+    def _connect(self, *, device: int | None) -> GuardedBackend:
+        facts: PoolFacts = self._facts
+        backend = make_backend(
+            facts.options.backend, facts.extra, _host(), facts.device_type, device=device
+        )
+        return GuardedBackend(backend, self._stats)
+
+    def _step(self) -> PoolStep:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, PoolStep)
+        return metadata
+
+
+def _ended_well(request: Any) -> bool:
+    """Whether all its tokens were computed; of an aborted one's last step that is not known."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def _host() -> str:
+    from vllm.utils.network_utils import get_ip
+
+    host: str = get_ip()
+    return host
+
+
+def _ranks() -> Ranks:
+    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+
+    tp, pcp = get_tp_group(), get_pcp_group()
+    return Ranks(
+        stage=get_pp_group().rank_in_group,
+        rank=pcp.rank_in_group * tp.world_size + tp.rank_in_group,
+        group=pcp.world_size * tp.world_size,
+    )

@@ -1,0 +1,174 @@
+"""Layer by layer: one object for each layer of a block, and a mark once all of them are there.
+
+A layer's load is submitted when the model reaches the layer ``prefetch`` layers before it, and has
+a fence: under KVPP the owner's broadcast of the layer waits for it, and a load that fails is told
+to all ranks with the broadcast. What the model computes from such a layer is thrown away, because
+the blocks are reported as invalid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from kvpp_connectors.pool.backends.base import Backend, Outcome, Result, all_ended
+from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
+from kvpp_connectors.pool.messages import BlockJob
+from kvpp_connectors.pool.objects import (
+    BlockObject,
+    BlockStore,
+    Staging,
+)
+from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_core.device.base import Fence
+from kvpp_core.errors import LoadFailed
+
+__all__ = ["LayerStores", "StepLoads"]
+
+_NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
+
+
+class LayerStores:
+    """A store for each layer of a shard, over one staging memory. For one thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        caches: Mapping[str, torch.Tensor],
+        inventory: Inventory,
+        staging: Staging,
+    ) -> None:
+        """Bind the caches; see BlockStore."""
+        self._stores = {
+            layer: BlockStore(backend, CacheBlocks(caches, inventory.of_layer(layer)), staging)
+            for layer in inventory.layers
+        }
+
+    @property
+    def layers(self) -> tuple[LayerId, ...]:
+        """Target layers in order, then drafts."""
+        return tuple(self._stores)
+
+    def load(
+        self, namespace: Namespace, shard: Shard, layer: LayerId, jobs: Sequence[BlockJob]
+    ) -> list[Outcome]:
+        """Load one layer of all blocks of ``jobs``, one outcome each."""
+        return self._stores[layer].load(_objects(namespace, shard, layer, jobs))
+
+    def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
+        """Save all layers of a job's blocks, then the marks of those that are whole."""
+        whole = [True] * len(job.blocks)
+        for layer, store in self._stores.items():
+            outcomes = store.save(_objects(namespace, shard, layer, [job]))
+            whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
+        keys = [
+            namespace.commit_key(found, shard)
+            for found, is_whole in zip(job.hashes, whole, strict=True)
+            if is_whole
+        ]
+        next(iter(self._stores.values())).mark(keys)
+
+
+class StepLoads:
+    """The loads of one step, layer by layer, on a thread. Offered to the engine as LayerLoads."""
+
+    def __init__(self, stores: LayerStores | None, prefetch: int, shard: Shard) -> None:
+        """``stores``: None for a rank that keeps nothing, which still follows the steps."""
+        self._stores, self._prefetch, self._shard = stores, prefetch, shard
+        self._thread = ThreadPoolExecutor(1, "kvpp-pool-layers")
+        self._order: list[int] = []  # all target layers of the stage, as the model runs them
+        self._jobs: list[BlockJob] = []
+        self._namespace: Namespace | None = None
+        self._fences: dict[int, Future[None]] = {}
+        self._waiting: list[int] = []  # layers of this rank that are not submitted yet
+        self._invalid_blocks: set[int] = set()
+
+    def expect(self, layers: Iterable[int]) -> None:
+        """The target layers of this rank's stage."""
+        self._order = sorted(layers)
+
+    def start(self, namespace: Namespace, jobs: list[BlockJob]) -> None:
+        """Load this step's blocks: drafts now, target layers as the model reaches them."""
+        self.settle()
+        self._namespace, self._jobs = namespace, jobs
+        layers = self._stores.layers if self._stores is not None and jobs else ()
+        for layer in layers:
+            if layer.draft:
+                self._thread.submit(self._load, layer, Future()).result()
+        self._waiting = [layer.index for layer in layers if not layer.draft]
+        self._fences = {layer: Future() for layer in self._waiting}
+        self._submit(self._order[0] if self._order else 0)
+
+    def take_fences(self) -> Mapping[int, Fence] | None:
+        """See LayerLoads."""
+        return self._fences if self._jobs else None
+
+    def reached(self, layer: int) -> None:
+        """See LayerLoads."""
+        if self._waiting:
+            self._submit(layer)
+
+    def failed(self, layer: int) -> None:
+        """See LayerLoads. A load that has ended has named its own blocks."""
+        fence = self._fences.get(layer)
+        if fence is not None and not fence.done():
+            self._invalid_blocks |= {block for job in self._jobs for block in job.blocks}
+
+    def wait_for(self, layer: int) -> None:
+        """Wait for a layer's load, where no broadcast does."""
+        self.reached(layer)
+        if layer in self._fences:
+            wait([self._fences[layer]])
+
+    def settle(self) -> None:
+        """Wait until no load writes any more; the step and its fences are over."""
+        if self._waiting:
+            self._submit(self._order[-1])
+        wait(self._fences.values())
+        self._fences, self._jobs = {}, []
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Blocks of this step that did not come whole; waits for what is still under way."""
+        self.settle()
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def close(self) -> None:
+        """End the thread."""
+        self.settle()
+        self._thread.shutdown()
+
+    def _submit(self, reached: int) -> None:
+        """Submit the layers whose time has come: layer L at max(0, L - prefetch), by position."""
+        position = self._order.index(reached)
+        until = self._order[min(position + self._prefetch, len(self._order) - 1)]
+        while self._waiting and self._waiting[0] <= until:
+            layer = self._waiting.pop(0)
+            self._thread.submit(self._load, LayerId(False, layer), self._fences[layer])
+
+    def _load(self, layer: LayerId, fence: Future[None]) -> None:
+        """On the thread: load a layer, name the blocks that did not come, complete its fence."""
+        assert self._stores is not None and self._namespace is not None
+        blocks = [block for job in self._jobs for block in job.blocks]
+        outcomes = all_ended([str(block) for block in blocks], _NOT_RUN)
+        try:
+            outcomes = self._stores.load(self._namespace, self._shard, layer, self._jobs)
+        finally:
+            bad = [(b, o) for b, o in zip(blocks, outcomes, strict=True) if not o.ok]
+            self._invalid_blocks |= {block for block, _ in bad}
+            if bad:
+                fence.set_exception(LoadFailed(f"{len(bad)} blocks of {layer.tag}: {bad[0][1]}"))
+            else:
+                fence.set_result(None)
+
+
+def _objects(
+    namespace: Namespace, shard: Shard, layer: LayerId, jobs: Iterable[BlockJob]
+) -> list[BlockObject]:
+    return [
+        BlockObject(namespace.layer_key(found, shard, layer), block)
+        for job in jobs
+        for block, found in zip(job.blocks, job.hashes, strict=True)
+    ]

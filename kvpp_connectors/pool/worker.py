@@ -1,0 +1,269 @@
+"""The half of AscendStoreConnector that runs in each worker: moves blocks to and from the store.
+
+Saves run on a thread and read blocks that the step before has filled; a block is given to nobody
+else before its save has read it. Loads run on another thread, or before the step that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.backends.base import Outcome
+from kvpp_connectors.pool.guard import GuardedBackend
+from kvpp_connectors.pool.keys import Namespace, Shard
+from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
+from kvpp_connectors.pool.messages import BlockJob, PoolStep, PoolWorkerFacts
+from kvpp_connectors.pool.objects import BlockObject, BlockStore, Staging
+from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_connectors.pool.settings import PoolFacts
+from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.registry import KvppFacts, offer_layer_loads
+from kvpp_core.bundles import Component, LayerBundle
+
+__all__ = ["PoolWorker", "Ranks"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where a worker stands in its engine: pipeline stage, and rank in the stage's group."""
+
+    stage: int
+    rank: int
+    group: int  # ranks in the stage's group
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load that runs beside the model."""
+
+    job: BlockJob
+    outcomes: Future[list[Outcome]]
+
+
+class PoolWorker:
+    """One worker's shard of the pool."""
+
+    def __init__(
+        self,
+        facts: PoolFacts,
+        ranks: Ranks,
+        kvpp: KvppFacts,
+        backend: GuardedBackend,
+        stats: PoolStats,
+    ) -> None:
+        self._facts, self._ranks, self._kvpp = facts, ranks, kvpp
+        self._backend, self._stats = backend, stats
+        self._caches: CacheBlocks | None = None
+        self._save_job: Callable[[Namespace, BlockJob, Callable[[], None]], object] | None = None
+        self._reader: BlockStore | None = None
+        self._layers: StepLoads | None = None
+        self._saving = ThreadPoolExecutor(1, "kvpp-pool-save")
+        self._loading = ThreadPoolExecutor(1, "kvpp-pool-load")
+        self._saves: dict[str, list[Future[None]]] = {}  # by request, until its blocks may go
+        self._loads: list[_Load] = []
+        self._ended: set[str] = set()
+        self._invalid_blocks: set[int] = set()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> PoolWorkerFacts:
+        """Take over the caches.
+
+        Raises:
+            KvppError: a block is not in one piece, or staging holds no object.
+        """
+        inventory = self._inventory(kv_caches)
+        if inventory.payload_bytes:
+            self._caches = CacheBlocks(kv_caches, inventory)
+            logger.info(
+                "pool rank %s: %d layers, %s bytes a block",
+                self._shard.tag,
+                len(inventory.layers),
+                f"{inventory.payload_bytes:,}",
+            )
+        if self._facts.options.use_layerwise:
+            self._open_layers(kv_caches, inventory)
+        elif self._caches is not None:
+            writer = BlockStore(self._backend, self._caches, self._staging())
+            self._reader = BlockStore(self._backend, self._caches, self._staging())
+            self._save_job = lambda namespace, job, copied: writer.save(
+                self._objects(namespace, job), copied
+            )
+        layout = self._kvpp.layout
+        return PoolWorkerFacts(
+            layers=tuple(kv_caches),
+            manifest=self._kvpp.manifest,
+            has_drafts=layout is not None and bool(layout.placement.drafts),
+        )
+
+    def start(self, step: PoolStep) -> None:
+        """Start this step's saves and loads; loads that the step needs end here."""
+        self._ended |= set(step.ended)
+        if step.namespace is None:
+            return
+        for job in step.saves:
+            self._submit_save(step.namespace, job)
+        if self._layers is not None:
+            self._layers.start(step.namespace, step.loads)
+            if self._kvpp.layout is None:
+                self._layers.settle()  # no broadcast waits for them
+            return
+        for job in step.loads:
+            if self._facts.options.load_async:
+                outcomes = self._loading.submit(self._load, step.namespace, job)
+                self._loads.append(_Load(job, outcomes))
+            else:
+                self._note_load(job, self._load(step.namespace, job))
+
+    def release(self, preempted: Iterable[str]) -> None:
+        """Return when no save reads a block of these requests any more."""
+        running = [save for name in preempted for save in self._saves.get(name, ())]
+        _, late = wait(running, self._facts.options.hold_timeout_s)
+        if late:
+            self._stats.trouble(
+                "save/held",
+                f"{len(late)} saves still read blocks of preempted requests after "
+                f"{self._facts.options.hold_timeout_s:g} s; waiting on",
+            )
+            wait(late)
+
+    def finished(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose blocks may go, whose load has ended, and whose load has failed."""
+        sent = {name for name in self._ended if self._is_saved(name)}
+        self._ended -= sent
+        for name in sent:
+            self._saves.pop(name, None)
+        received, failed = set(), set()
+        for load in [load for load in self._loads if load.outcomes.done()]:
+            self._loads.remove(load)
+            received.add(load.job.request_id)
+            if self._note_load(load.job, load.outcomes.result()):
+                failed.add(load.job.request_id)
+        return sent, received, failed
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Local blocks that were to be filled and are not, since the last call."""
+        if self._layers is not None:
+            self._invalid_blocks |= self._layers.take_invalid_blocks()
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid
+
+    def close(self) -> None:
+        """Let what runs end, and give the store back."""
+        offer_layer_loads(None)
+        if self._layers is not None:
+            self._layers.close()
+        self._saving.shutdown(cancel_futures=True)
+        self._loading.shutdown(cancel_futures=True)
+        self._backend.close()
+
+    @property
+    def _owns_shard(self) -> bool:
+        """Whether no other rank of the stage keeps the same bytes."""
+        return self._kvpp.layout is not None or self._facts.heads_split_over > 1
+
+    @property
+    def _shard(self) -> Shard:
+        return Shard(self._ranks.stage, self._ranks.rank if self._owns_shard else 0)
+
+    def _inventory(self, kv_caches: Mapping[str, torch.Tensor]) -> Inventory:
+        if self._kvpp.layout is not None:
+            return Inventory.kept(self._kvpp.layout.placement)
+        bundles = [
+            LayerBundle(index, (Component(name, cache[0].numel() * cache.element_size()),))
+            for index, (name, cache) in enumerate(sorted(kv_caches.items()))
+        ]
+        return Inventory.of_bundles(bundles)
+
+    def _staging(self) -> Staging:
+        assert self._caches is not None
+        return Staging(self._backend, self._facts.options.staging_bytes, self._caches.device)
+
+    def _open_layers(self, kv_caches: Mapping[str, torch.Tensor], inventory: Inventory) -> None:
+        reader = None
+        if self._caches is not None:
+            reader = LayerStores(self._backend, kv_caches, inventory, self._staging())
+            writer = LayerStores(self._backend, kv_caches, inventory, self._staging())
+            self._save_job = lambda namespace, job, copied: writer.save(namespace, self._shard, job)
+        layout, prefetch = self._kvpp.layout, self._facts.options.layerwise_prefetch_layers
+        self._layers = StepLoads(reader, prefetch, self._shard)
+        if layout is not None:
+            self._layers.expect(bundle.layer for bundle in layout.placement.bundles)
+            offer_layer_loads(self._layers)
+        else:
+            self._layers.expect(layer.index for layer in inventory.layers)
+
+    def _submit_save(self, namespace: Namespace, job: BlockJob) -> None:
+        job, save_job = self._share(job), self._save_job
+        if save_job is None or not job.blocks:
+            return
+        ready = _recorded(self._caches)
+        copied: Future[None] = Future()
+
+        def save() -> None:
+            if ready is not None:
+                ready.synchronize()
+            try:
+                save_job(namespace, job, lambda: copied.set_result(None))
+            finally:
+                if not copied.done():
+                    copied.set_result(None)
+
+        self._saves.setdefault(job.request_id, []).append(copied)
+        self._saving.submit(save)
+
+    def _load(self, namespace: Namespace, job: BlockJob) -> list[Outcome]:
+        if self._reader is None:
+            return []
+        return self._reader.load(self._objects(namespace, job))
+
+    def _objects(self, namespace: Namespace, job: BlockJob) -> list[BlockObject]:
+        return [
+            BlockObject(namespace.block_key(found, self._shard), block)
+            for block, found in zip(job.blocks, job.hashes, strict=True)
+        ]
+
+    def _share(self, job: BlockJob) -> BlockJob:
+        """Ranks that keep the same bytes share the work of saving them, by block."""
+        if self._owns_shard:
+            return job
+        mine = [
+            (block, found)
+            for block, found in zip(job.blocks, job.hashes, strict=True)
+            if block % self._ranks.group == self._ranks.rank
+        ]
+        return BlockJob(job.request_id, tuple(b for b, _ in mine), tuple(h for _, h in mine))
+
+    def _is_saved(self, name: str) -> bool:
+        return all(save.done() for save in self._saves.get(name, ()))
+
+    def _note_load(self, job: BlockJob, outcomes: Sequence[Outcome]) -> bool:
+        """Remember blocks that were not loaded; whether there are any."""
+        bad = [
+            block for block, outcome in zip(job.blocks, outcomes, strict=False) if not outcome.ok
+        ]
+        self._invalid_blocks |= set(bad)
+        if bad:
+            first = next(outcome for outcome in outcomes if not outcome.ok)
+            logger.warning(
+                "request %s: %d of %d blocks did not come from the pool (%s); they are invalid",
+                job.request_id,
+                len(bad),
+                len(job.blocks),
+                first,
+            )
+        return bool(bad)
+
+
+def _recorded(caches: CacheBlocks | None) -> torch.Event | None:
+    """An event behind everything that was given to the accelerator until now."""
+    if caches is None or caches.device.type == "cpu":
+        return None
+    event = torch.Event(caches.device)
+    event.record()
+    return event

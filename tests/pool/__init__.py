@@ -1,0 +1,1 @@
+"""The pool: keys, packing, every backend through one suite, lookups, faults."""

@@ -1,0 +1,97 @@
+"""A real mooncake_master on free loopback ports, to be killed, stopped and started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+__all__ = ["Master", "free_port", "wait_until"]
+
+_START_S = 30.0
+_END_S = 10.0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Wait for something that has no event, within a bound."""
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, f"{what} did not happen within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+class Master:
+    """The process. Its port stays the same over restarts."""
+
+    def __init__(self, flags: Sequence[str] = ()) -> None:
+        self._rpc_port, self._http_port = free_port(), free_port()
+        self._flags = tuple(flags)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._rpc_port}"
+
+    def capacity(self) -> int:
+        """Bytes that stores have lent to the pool."""
+        url = f"http://127.0.0.1:{self._http_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        name = "master_total_capacity_bytes "
+        return next((int(float(x[len(name) :])) for x in lines if x.startswith(name)), 0)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [
+                str(Path(sys.executable).parent / "mooncake_master"),
+                "--rpc_address=127.0.0.1",
+                f"--rpc_port={self._rpc_port}",
+                "--metrics_host=127.0.0.1",
+                f"--metrics_port={self._http_port}",
+                *self._flags,
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what the console script starts ends with it
+        )
+        wait_until(self._listens, _START_S, "mooncake_master's start")
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """At once, without a farewell."""
+        self.signal(signal.SIGKILL)
+        assert self._process is not None
+        self._process.wait(_END_S)
+        self._process = None
+
+    def stop(self) -> None:
+        """End of the test, whatever it did."""
+        if self._process is not None:
+            self.signal(signal.SIGCONT)
+            self.kill()
+
+    def _listens(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, f"mooncake_master ended: {self._process.returncode}"
+        try:
+            socket.create_connection(("127.0.0.1", self._rpc_port), 1).close()
+        except OSError:
+            return False
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

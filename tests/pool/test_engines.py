@@ -1,0 +1,130 @@
+"""Real engines over a real Mooncake store: what one saves another loads, to the same tokens.
+
+The store's memory is in a process of its own, so that it outlives the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import tiny_models
+from tests.engine.harness import (
+    Answer,
+    Request,
+    Script,
+    kvpp_off,
+    kvpp_on,
+    random_tokens,
+    start_engine,
+)
+from tests.pool.master import Master
+from tests.pool.store_process import StoreProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+LENGTHS = (100, 64, 200, 30)
+BLOCK = 16
+PROMPTS = [random_tokens(seed, length) for seed, length in enumerate(LENGTHS)]
+SCRIPT = Script(tuple(Request(prompt, max_tokens=8) for prompt in PROMPTS))
+WHOLE = sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
+# A prompt of whole blocks is loaded but for its last token.
+LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[StoreProcess]:
+    """A master and a store that hold what engines save."""
+    master = Master()
+    store = StoreProcess(master, "512MB")
+    yield store
+    store.stop()
+    master.stop()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sparse model with a draft layer: three components of unlike sizes."""
+    folder = tmp_path_factory.mktemp("pool") / "model"
+    return tiny_models.write(folder, replace(tiny_models.SHARED, drafts=1))
+
+
+def transfer(pool: StoreProcess, **extra: Any) -> dict[str, Any]:
+    """A kv_transfer_config of our connector. The lookup may take its time on a busy machine."""
+    settings = {"master_server_address": pool.master.address, "global_segment_size": 0}
+    return {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "mooncake": settings,
+            "lookup_deadline_s": 30.0,
+            "lookup_wait_s": 1.0,
+            **extra,
+        },
+    }
+
+
+def run(
+    model: Path, config: dict[str, Any], transfer_config: dict[str, Any] | None, tp: int = 2
+) -> list[Answer]:
+    """The script's answers in an engine of its own."""
+    options: dict[str, Any] = {"speculative_config": MTP}
+    if transfer_config is not None:
+        options["kv_transfer_config"] = transfer_config
+    with start_engine(model, config, tp=tp, **options) as engine:
+        answers = engine.run(SCRIPT).answers
+        if transfer_config is not None:
+            engine.drain()
+        return answers
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    """What an engine without a pool answers."""
+    return tokens(run(model, kvpp_off(), None))
+
+
+def tokens(answers: list[Answer]) -> list[list[int]]:
+    """The tokens alone: logprobs may differ in the last bit with how a prompt is cut."""
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: list[Answer]) -> int:
+    """Prompt tokens that were not computed."""
+    return sum(answer.cached_tokens for answer in answers)
+
+
+@pytest.mark.parametrize("load_async", [False, True], ids=["in the step", "between steps"])
+def test_what_one_kvpp_engine_saves_another_loads(
+    model: Path, expected: list[list[int]], pool: StoreProcess, load_async: bool
+) -> None:
+    config = transfer(pool, load_async=load_async, model_id=f"kvpp-{load_async}")
+    first = run(model, kvpp_on(), config)
+    assert (tokens(first), cached(first)) == (expected, 0)
+    second = run(model, kvpp_on(), config)
+    assert (tokens(second), cached(second)) == (expected, LOADED)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_layer_by_layer(
+    model: Path, expected: list[list[int]], pool: StoreProcess, prefetch: int
+) -> None:
+    """An owner's load of a layer ends before its broadcast; scratch is poisoned at each step."""
+    config = transfer(
+        pool,
+        use_layerwise=True,
+        layerwise_prefetch_layers=prefetch,
+        model_id=f"layerwise-{prefetch}",
+    )
+    first = run(model, kvpp_on(), config)
+    assert (tokens(first), cached(first)) == (expected, 0)
+    second = run(model, kvpp_on(), config)
+    assert (tokens(second), cached(second)) == (expected, LOADED)

@@ -1,0 +1,160 @@
+"""Blocks saved into every store and loaded back, byte by byte what their rank keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpp_connectors.pool.backends.base import Result
+from kvpp_connectors.pool.objects import (
+    HEADER_BYTES,
+    BlockObject,
+    BlockStore,
+    Staging,
+    read_header,
+    write_header,
+)
+from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_core.errors import KvppError
+from tests.core.rank_memory import RankMemory, uneven_model
+from tests.pool.stores import Store
+from tests.pool.test_packing import caches_of, expected, memory_of
+
+LAYERS, RANKS = 5, 2
+STAGING = 40_000  # bytes: two objects of rank 0 at once
+
+
+def opened(store: Store, memory: RankMemory) -> BlockStore:
+    blocks = CacheBlocks(caches_of(memory), Inventory.kept(memory.placement))
+    return BlockStore(store.backend, blocks, Staging(store.backend, STAGING))
+
+
+def objects(prefix: str, blocks: list[int]) -> list[BlockObject]:
+    return [BlockObject(f"{prefix}{block}", block) for block in blocks]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_each_object_holds_its_owners_bytes_and_comes_back(
+    store: Store, prefix: str, rank: int
+) -> None:
+    memory = memory_of(LAYERS, RANKS, rank)
+    inventory = Inventory.kept(memory.placement)
+    saved = opened(store, memory).save(objects(prefix, [5, 0, 3, 1, 2]))
+    assert [outcome.result for outcome in saved] == [Result.STORED] * 5
+    for block in (5, 0, 3, 1, 2):
+        data = store.read(f"{prefix}{block}")
+        assert len(data) == HEADER_BYTES + inventory.payload_bytes
+        assert data[HEADER_BYTES:] == expected(inventory, block, rank).numpy().tobytes()
+
+    fresh = RankMemory(uneven_model(LAYERS).placement(RANKS, rank), 6)  # POISON everywhere
+    loaded = opened(store, fresh).load(objects(prefix, [5, 0, 3, 1, 2]))
+    assert [outcome.result for outcome in loaded] == [Result.LOADED] * 5
+    for ordinal in fresh.placement.owned:
+        fresh.expect(ordinal, [0, 1, 2, 3, 5], generation=1)
+    model = RankMemory(fresh.placement, 6)
+    model.store_drafts(generation=1)
+    for component in fresh.placement.drafts[0].components:
+        for block in (0, 1, 2, 3, 5):
+            row = fresh.rows(component)[block]
+            assert torch.equal(row, model.rows(component)[block])
+            row.fill_(0xFF)  # compared: what is left must be as it was
+    assert fresh.difference() == []
+
+
+def test_a_block_that_is_gone_leaves_its_rows_alone_and_the_others_load(
+    store: Store, prefix: str
+) -> None:
+    memory = memory_of(LAYERS, RANKS, 0)
+    opened(store, memory).save(objects(prefix, [0, 1, 2]))
+    store.remove(f"{prefix}1")
+    for ordinal in memory.placement.owned:
+        memory.store(ordinal, generation=2)
+    outcomes = opened(store, memory).load(objects(prefix, [0, 1, 2]))
+    assert [o.result for o in outcomes] == [Result.LOADED, Result.MISSING, Result.LOADED]
+    for ordinal in memory.placement.owned:
+        memory.expect(ordinal, [0, 2], generation=1)
+    assert memory.difference() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "result", "says"),
+    [
+        ("shorter", Result.WRONG_LENGTH, "code"),
+        ("longer", Result.WRONG_LENGTH, "code"),
+        ("another key's", Result.FOREIGN, "another key"),
+        ("no header", Result.FOREIGN, "header"),
+        ("zeros", Result.FOREIGN, "header"),
+        ("other layers", Result.FOREIGN, "other layers or components"),
+        ("other version", Result.FOREIGN, "of format"),
+    ],
+)
+def test_a_foreign_object_is_never_loaded(
+    store: Store, prefix: str, change: str, result: Result, says: str
+) -> None:
+    memory = memory_of(LAYERS, RANKS, 0)
+    opened(store, memory).save(objects(prefix, [0, 1]))
+    key = f"{prefix}0"
+    good = store.read(key)
+    payload = len(good) - HEADER_BYTES
+    other = Inventory.kept(uneven_model(4).placement(1, 0)).digest()
+    mine = Inventory.kept(memory.placement).digest()
+    header = write_header(key, payload, mine)
+    changed = {
+        "shorter": good[:-1],
+        "longer": good + b"\0",
+        "another key's": store.read(f"{prefix}1"),
+        "no header": good[HEADER_BYTES:] + header,
+        "zeros": bytes(len(good)),
+        "other layers": write_header(key, payload, other) + good[HEADER_BYTES:],
+        "other version": header.replace(b"\xa4kvpp\x01", b"\xa4kvpp\x02") + good[HEADER_BYTES:],
+    }[change]
+    assert changed != good
+    store.replace(key, changed)
+    (outcome,) = opened(store, memory).load(objects(prefix, [0]))
+    assert outcome.result is result and says in str(outcome), outcome
+    if store.packed:
+        assert memory.difference() == []  # not even touched
+
+
+def test_layers_alone_are_objects_with_one_staging(store: Store, prefix: str) -> None:
+    memory, fresh = memory_of(LAYERS, RANKS, 1), memory_of(LAYERS, RANKS, 1)
+    inventory = Inventory.kept(memory.placement)
+    staging = Staging(store.backend, STAGING)
+    for layer in inventory.layers:
+        part = inventory.of_layer(layer)
+        wanted = [BlockObject(f"{prefix}{layer.tag}", 4)]
+        saver = BlockStore(store.backend, CacheBlocks(caches_of(memory), part), staging)
+        assert saver.save(wanted)[0].ok
+        for p in part.parts:
+            fresh.rows(p.component)[4] = 0
+        loader = BlockStore(store.backend, CacheBlocks(caches_of(fresh), part), staging)
+        assert loader.load(wanted)[0].ok
+    assert fresh.difference() == []
+
+
+def test_a_commit_marker_is_an_object_without_payload(store: Store, prefix: str) -> None:
+    nothing = CacheBlocks({}, Inventory(()))
+    marker = BlockStore(store.backend, nothing, Staging(store.backend, 4096))
+    assert [o.result for o in marker.mark([f"{prefix}a", f"{prefix}b"])] == [Result.STORED] * 2
+    assert store.backend.exist([f"{prefix}a", f"{prefix}b"]) == [True, True]
+    assert len(store.read(f"{prefix}a")) == HEADER_BYTES
+
+
+def test_staging_bounds_what_is_in_it(store: Store) -> None:
+    memory = memory_of(LAYERS, RANKS, 0)
+    blocks = CacheBlocks(caches_of(memory), Inventory.kept(memory.placement))
+    least = HEADER_BYTES + (blocks.inventory.payload_bytes if store.packed else 0)
+    BlockStore(store.backend, blocks, Staging(store.backend, least))
+    with pytest.raises(KvppError, match="raise staging_bytes"):
+        BlockStore(store.backend, blocks, Staging(store.backend, least - 1))
+
+
+def test_headers_of_the_longest_key_fit() -> None:
+    key, inventory = "k" * 224, bytes([255]) * 8
+    header = write_header(key, 2**63, inventory)
+    assert len(header) == HEADER_BYTES
+    assert read_header(header, key, 2**63, inventory) is None
+    for damaged in range(header[0] + 1):
+        broken = bytearray(header)
+        broken[damaged] ^= 0x55
+        assert read_header(bytes(broken), key, 2**63, inventory) is not None
