@@ -1,39 +1,36 @@
 """`kvpp bench p2p`: what a pull costs, against the transfer engine alone and against memcpy.
 
 A source process plays the prefill side with real endpoints and a real transfer engine, this one the
-decode side. All ways move the same bytes, in turns, in one run: only ratios are of use.
+decode side. All ways move the same bytes, in turns, in one run: only ratios are of use, and a ratio
+is the median over turns of the ratio within a turn. docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import random
+import secrets
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from kvpp_connectors.p2p.puller import Pull, Puller
-    from kvpp_connectors.p2p.wire import Description
-    from kvpp_connectors.transport import Read, TransferEngine
+from kvpp_connectors.cli.bench_p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
 
-__all__ = ["P2pTiming", "bench_p2p"]
+__all__ = ["GroupTiming", "P2pTiming", "bench_p2p"]
 
-_HOST, _LAYERS, _WINDOW, _BOUND = "127.0.0.1", 4, 16, 120.0
 _SIZES_KIB = (16, 64, 256, 1024)
+Turns = list[dict[str, float]]  # seconds by way, for each turn
 
 
 @dataclass(frozen=True, slots=True)
 class P2pTiming:
-    """Median seconds of one case, by way."""
+    """One rank's pull: median seconds by way, and ratios within a turn."""
 
     case: str
     block_kib: int
@@ -42,218 +39,209 @@ class P2pTiming:
     raw_windowed: float  # the same reads, submitted one by one, a window of them
     raw_batch: float  # the same reads in one synchronous batch
     pull: float
+    pull_to_raw_goodput: float  # against the transfer engine's better way
+    pull_to_memcpy_goodput: float
 
-    @property
-    def raw(self) -> float:
-        """The better way of the transfer engine."""
-        return min(self.raw_windowed, self.raw_batch)
+
+@dataclass(frozen=True, slots=True)
+class GroupTiming:
+    """Two decode ranks that want the same bytes: both pull all, or they share."""
+
+    case: str
+    block_kib: int
+    megabytes: float  # on each rank
+    alone: float  # seconds until both have everything
+    shared: float
+    alone_megabytes_from_prefill: float  # over both ranks
+    shared_megabytes_from_prefill: float
+    shared_to_alone_goodput: float
 
 
 def bench_p2p(
     megabytes: Annotated[int, typer.Option(min=1, help="Bytes of one pull, MiB.")] = 64,
-    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 15,
+    group: Annotated[bool, typer.Option(help="Also time two decode ranks.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print tables for docs/benchmarks.md.")
+    ] = False,
 ) -> None:
-    """Time a pull over tcp on this machine against the same reads without the protocol."""
-    timings = [
-        _time_case(kib, scattered, megabytes << 20, repeats)
-        for kib in _SIZES_KIB
-        for scattered in (False, True)
-    ]
-    if as_json:
-        rows = [{**asdict(t), "pull_to_raw_goodput": t.raw / t.pull} for t in timings]
-        typer.echo(json.dumps(rows, indent=2))
-    else:
-        Console().print(_table(timings))
+    """Time a pull over tcp on this machine against the same reads without the protocol.
 
+    With --group also what `share_pulls` does for a decode group of two.
+    """
+    import torch
 
-def _time_case(block_kib: int, scattered: bool, size: int, repeats: int) -> P2pTiming:
-    block = block_kib << 10
-    blocks = max(1, size // block // _LAYERS)
-    here, there = multiprocessing.Pipe()
-    source = multiprocessing.get_context("spawn").Process(
-        target=_source, args=(there, block, 2 * blocks)
-    )
-    source.start()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # memcpy of one thread; and nobody spins beside the engine's thread
     try:
-        bench = _Bench(here, block, 2 * blocks, blocks, scattered)
-        seconds = _in_turns(bench.ways(), repeats)
-        bench.close()
+        shapes = [
+            Shape(kib << 10, max(1, (megabytes << 20) // (kib << 10) // LAYERS), scattered)
+            for kib in _SIZES_KIB
+            for scattered in (False, True)
+        ]
+        with Source(max(shape.pool_bytes for shape in shapes)) as source:
+            pulls = [_time_pull(shape, source, repeats) for shape in shapes]
+            groups = [_time_group(shape, source, repeats) for shape in shapes if group]
     finally:
-        here.send("end")
-        source.join(_BOUND)
-        source.kill()
+        torch.set_num_threads(threads)
+    if as_json:
+        rows = {"pulls": [asdict(t) for t in pulls], "groups": [asdict(t) for t in groups]}
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for title, table in (("A pull", _pull_rows(pulls)), ("A group of two", _group_rows(groups))):
+        if len(table) > 1:
+            _show(title, table, markdown)
+
+
+def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
+    with closing(DecodeRank(shape)) as rank:
+        turns = _in_turns(_pull_ways(shape, source, rank), repeats)
+    goodput = [min(turn["raw_windowed"], turn["raw_batch"]) / turn["pull"] for turn in turns]
     return P2pTiming(
-        case="scattered blocks" if scattered else "one run of blocks",
-        block_kib=block_kib,
-        megabytes=blocks * _LAYERS * block / 1e6,
-        **seconds,
+        case=_case(shape),
+        block_kib=shape.block >> 10,
+        megabytes=shape.bytes / 1e6,
+        pull_to_raw_goodput=statistics.median(goodput),
+        pull_to_memcpy_goodput=statistics.median(turn["memcpy"] / turn["pull"] for turn in turns),
+        **_medians(turns),
     )
 
 
-def _in_turns(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeats + 1):
-        for name, way in ways.items():
-            started = time.perf_counter()
-            way()
-            if turn > 0:  # the first one warms up
-                samples[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in samples.items()}
+def _pull_ways(
+    shape: Shape, source: Source, rank: DecodeRank
+) -> dict[str, Callable[[], float | None]]:
+    """Every way to move the bytes, by name. One that returns seconds has measured itself."""
+    import torch
 
+    from kvpp_connectors.p2p.plan import choose_sources, plan_reads
+    from kvpp_connectors.p2p.reads import read_all
 
-class _Bench:
-    """The decode side: the ways to move the same bytes."""
+    sources = choose_sources(rank.own, [source.use(shape)])
+    reads = plan_reads(rank.own.regions, sources, shape.remote, shape.local)
+    rows, copy = torch.tensor(shape.remote), rank.caches[0][: shape.blocks].clone()
 
-    def __init__(
-        self, source: Connection, block: int, pool: int, blocks: int, scattered: bool
-    ) -> None:
-        from kvpp_connectors.p2p.plan import choose_sources, plan_reads
-        from kvpp_connectors.p2p.puller import Puller, PullerSettings
-        from kvpp_connectors.transport import TransferEngine
+    def memcpy() -> None:
+        for cache in rank.caches:
+            torch.index_select(cache, 0, rows, out=copy)
 
-        self._source = source
-        self._engine = TransferEngine(_HOST, "tcp")
-        self._caches, own = _caches(self._engine, block, pool)
-        self._puller: Puller = Puller(
-            own,
-            self._engine,
-            PullerSettings("decode", 0, 1, None, 5.0, _BOUND, _WINDOW, 1),
-        )
-        chosen = range(blocks)
-        numbers = random.Random(0)
-        self._remote = sorted(numbers.sample(range(pool), blocks)) if scattered else list(chosen)
-        self._local = list(chosen)
-        self._copy = self._caches[0][:blocks].clone()
-        peer = self._ask("describe")
-        self._reads: list[Read] = plan_reads(
-            own.regions, choose_sources(own, [peer]), self._remote, self._local
-        )
+    def raw_windowed() -> None:
+        outcome = read_all(rank.engine, reads, WINDOW, lambda: None)
+        if outcome.problem is not None:
+            raise RuntimeError(outcome.problem)
 
-    def ways(self) -> dict[str, Callable[[], object]]:
-        """Every way by name."""
-        return {
-            "memcpy": self._memcpy,
-            "raw_windowed": self._raw_windowed,
-            "raw_batch": self._raw_batch,
-            "pull": self._pull,
-        }
-
-    def close(self) -> None:
-        """End the puller's threads."""
-        self._puller.close()
-
-    def _ask(self, what: str) -> Any:
-        self._source.send(what)
-        return self._source.recv()
-
-    def _memcpy(self) -> None:
-        import torch
-
-        rows = torch.tensor(self._remote)
-        for cache in self._caches:
-            torch.index_select(cache, 0, rows, out=self._copy)
-
-    def _raw_windowed(self) -> None:
-        from kvpp_connectors.p2p.reads import read_all
-
-        outcome = read_all(self._engine, self._reads, _WINDOW, lambda: None)
-        assert outcome.problem is None, outcome.problem
-
-    def _raw_batch(self) -> None:
-        engine = self._engine.raw
-        reads = self._reads
-        code = engine.batch_transfer_sync_read(
+    def raw_batch() -> None:
+        code = rank.engine.raw.batch_transfer_sync_read(
             reads[0].session,
             [read.local for read in reads],
             [read.remote for read in reads],
             [read.size for read in reads],
         )
-        assert code == 0, code
+        if code != 0:
+            raise RuntimeError(f"batch_transfer_sync_read returned {code}")
 
-    def _pull(self) -> None:
-        from kvpp_connectors.p2p.puller import Pull
+    def pull() -> float:
+        rank.start(source.offer())
+        return rank.result().seconds
 
-        offer = self._ask("grant")
-        pull: Pull = Pull("request", offer, tuple(self._remote), tuple(self._local))
-        self._puller.submit(pull)
-        deadline = time.monotonic() + _BOUND
-        while not (results := self._puller.take_results()):
-            assert time.monotonic() < deadline, "the pull did not end"
-            time.sleep(0.0002)
-        assert results[0].problem is None, results[0].problem
+    return {"memcpy": memcpy, "raw_windowed": raw_windowed, "raw_batch": raw_batch, "pull": pull}
 
 
-def _caches(engine: TransferEngine, block: int, pool: int) -> tuple[list[Any], Description]:
-    """``_LAYERS`` caches in one registered buffer, and their description."""
-    import torch
+def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
+    moved: dict[str, int] = {}
+    source.use(shape)
+    with (
+        closing(DecodeRank(shape, 0, 2)) as first,
+        closing(DecodeRank(shape, 1, 2)) as second,
+    ):
+        ranks = (first, second)
+        addresses = [rank.address for rank in ranks]
 
-    from kvpp_connectors.p2p.caches import cache_regions
-    from kvpp_connectors.p2p.wire import Description
+        def both(name: str, group: bool) -> float:
+            offer, ticket = source.offer(), secrets.token_bytes(16)
+            for rank in ranks:
+                rank.start(offer, ticket, addresses if group else ())
+            results = [rank.result() for rank in ranks]
+            moved[name] = sum(result.bytes for result in results)
+            return max(result.seconds for result in results)
 
-    buffer = torch.ones(_LAYERS * pool * block, dtype=torch.uint8)
-    engine.register(buffer.untyped_storage())
-    caches = list(buffer.view(_LAYERS, pool, block))
-    regions = cache_regions({f"layer {i}": cache for i, cache in enumerate(caches)})
-    return caches, Description("epoch", engine.session, "model", 16, "bytes", regions)
-
-
-def _source(parent: Connection, block: int, pool: int) -> None:
-    """The prefill side: a worker's endpoint, a lease endpoint, and offers on request."""
-    from kvpp_connectors.p2p.control import ControlServer
-    from kvpp_connectors.p2p.judge import judge
-    from kvpp_connectors.p2p.lease import LeaseBook
-    from kvpp_connectors.p2p.offer import OFFER_VERSION, Offer, OfferDetails
-    from kvpp_connectors.p2p.wire import WorkerAddress
-    from kvpp_connectors.transport import TransferEngine
-
-    engine = TransferEngine(_HOST, "tcp")
-    _, description = _caches(engine, block, pool)
-    book = LeaseBook(_BOUND)
-    worker = ControlServer(_HOST, 0, None, lambda _: description, what="worker", option="")
-    lease = ControlServer(
-        _HOST,
-        0,
-        None,
-        lambda request: judge(book, request, _BOUND, time.monotonic()),
-        what="lease",
-        option="",
-    )
-    offers = 0
-    while (asked := parent.recv()) != "end":
-        if asked == "describe":
-            parent.send(description)
-            continue
-        offers += 1
-        name = f"transfer {offers}"
-        generation = book.grant(name, name, time.monotonic())
-        details = OfferDetails(
-            OFFER_VERSION, name, generation, [WorkerAddress(_HOST, worker.port, "epoch")]
+        turns = _in_turns(
+            {"alone": lambda: both("alone", False), "shared": lambda: both("shared", True)},
+            repeats,
         )
-        parent.send(Offer("source", _HOST, lease.port, [[]], 0, 16, details))
-    worker.close()
-    lease.close()
-
-
-def _table(timings: list[P2pTiming]) -> Table:
-    table = Table(
-        "blocks of",
-        "case",
-        "MB",
-        "raw, GB/s",
-        "pull, GB/s",
-        "pull / raw",
-        "pull / memcpy",
-        title=f"{_LAYERS} layers over tcp on {_HOST}; raw: the transfer engine's better way",
+    return GroupTiming(
+        case=_case(shape),
+        block_kib=shape.block >> 10,
+        megabytes=shape.bytes / 1e6,
+        alone_megabytes_from_prefill=moved["alone"] / 1e6,
+        shared_megabytes_from_prefill=moved["shared"] / 1e6,
+        shared_to_alone_goodput=statistics.median(t["alone"] / t["shared"] for t in turns),
+        **_medians(turns),
     )
-    for timing in timings:
-        table.add_row(
-            f"{timing.block_kib} KiB",
-            timing.case,
-            f"{timing.megabytes:.0f}",
-            f"{timing.megabytes / timing.raw / 1e3:.2f}",
-            f"{timing.megabytes / timing.pull / 1e3:.2f}",
-            f"{timing.raw / timing.pull:.2f}",
-            f"{timing.memcpy / timing.pull:.2f}",
-        )
-    return table
+
+
+def _in_turns(ways: dict[str, Callable[[], float | None]], repeats: int) -> Turns:
+    turns: Turns = []
+    for _ in range(repeats + 1):
+        turn = {}
+        for name, way in ways.items():
+            started = time.perf_counter()
+            measured = way()
+            turn[name] = time.perf_counter() - started if measured is None else measured
+        turns.append(turn)
+    return turns[1:]  # the first one warms up
+
+
+def _medians(turns: Turns) -> dict[str, float]:
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+
+
+def _case(shape: Shape) -> str:
+    return "scattered blocks" if shape.scattered else "one run of blocks"
+
+
+def _pull_rows(timings: list[P2pTiming]) -> list[tuple[str, ...]]:
+    heads = ("blocks of", "case", "raw, GB/s", "pull, GB/s", "pull / raw", "pull / memcpy")
+    return [
+        heads,
+        *(
+            (
+                f"{t.block_kib} KiB",
+                t.case,
+                f"{t.megabytes / min(t.raw_windowed, t.raw_batch) / 1e3:.2f}",
+                f"{t.megabytes / t.pull / 1e3:.2f}",
+                f"{t.pull_to_raw_goodput:.2f}",
+                f"{t.pull_to_memcpy_goodput:.2f}",
+            )
+            for t in timings
+        ),
+    ]
+
+
+def _group_rows(timings: list[GroupTiming]) -> list[tuple[str, ...]]:
+    heads = ("blocks of", "case", "MB from prefill", "MB shared", "shared / alone")
+    return [
+        heads,
+        *(
+            (
+                f"{t.block_kib} KiB",
+                t.case,
+                f"{t.alone_megabytes_from_prefill:.0f}",
+                f"{t.shared_megabytes_from_prefill:.0f}",
+                f"{t.shared_to_alone_goodput:.2f}",
+            )
+            for t in timings
+        ),
+    ]
+
+
+def _show(title: str, rows: list[tuple[str, ...]], markdown: bool) -> None:
+    heads, *body = rows
+    if markdown:
+        lines = [heads, tuple("---" for _ in heads), *body]
+        typer.echo(f"\n{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    table = Table(*heads, title=f"{title}: {LAYERS} layers over tcp on loopback")
+    for row in body:
+        table.add_row(*row)
+    Console().print(table)

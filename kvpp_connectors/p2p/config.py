@@ -45,6 +45,17 @@ class P2pOptions(BaseModel):
     )
     window: int = Field(default=16, ge=1, le=1024, description="reads in flight for one request")
     threads: int = Field(default=4, ge=1, le=64, description="requests pulled at the same time")
+    share_pulls: bool = Field(
+        default=False,
+        description="whether the ranks of a decode group each pull a share of the layers from "
+        "prefill and take the others' shares from them",
+    )
+    share_wait_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="how much longer than its own share a rank waits for another rank's",
+    )
     model_id: str | None = Field(
         default=None,
         max_length=256,

@@ -19,7 +19,7 @@ from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
 from kvpp_connectors.p2p.settings import engine_facts
 from kvpp_connectors.p2p.wire import WorkerAddress
 from kvpp_connectors.p2p.worker import Ranks, WorkerSide
-from kvpp_connectors.registry import published_layout
+from kvpp_connectors.registry import published
 
 __all__ = ["MooncakeConnectorV2"]
 
@@ -35,7 +35,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._counted: Counter[str] = Counter()
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerSide(facts, _ranks(), published_layout(), _over_pcp)
+            self._worker = WorkerSide(facts, _ranks(), published().layout, _over_pcp)
             return
         if facts.produces:
             self._prefill = PrefillScheduler(facts)
@@ -50,6 +50,8 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         """The workers' endpoints, by rank."""
         if self._prefill is not None:
             self._prefill.meet_workers(metadata)
+        if self._decode is not None:
+            self._decode.meet_workers(metadata)
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
@@ -78,6 +80,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             step.let_go = self._prefill.take_let_go()
         if self._decode is not None:
             step.pulls, step.cancelled = self._decode.take_step()
+            step.groups = self._decode.groups if step.pulls else {}
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from kvpp_connectors.log import get_logger
@@ -25,10 +26,19 @@ _FIRST = 1.0  # seconds to the first renewal, which tells how long leases run he
 _MOST = 65536  # leases that are kept alive; beyond that a request relies on its first term
 
 
+_Transfer = tuple[str, int, str, int]
+
+
 @dataclass(slots=True)
 class _Kept:
     offer: Offer
     due: float
+
+    @property
+    def transfer(self) -> _Transfer:
+        """The lease that several requests may have been given by mistake."""
+        offer, details = self.offer, self.offer.kvpp
+        return offer.remote_host, offer.remote_port, details.transfer_id, details.generation
 
 
 class Courier:
@@ -38,6 +48,7 @@ class Courier:
         self._key, self._timeout = key, timeout
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
+        self._interested: Counter[_Transfer] = Counter()  # requests that are kept, per transfer
         self._releases: queue.SimpleQueue[tuple[Offer, str] | None] = queue.SimpleQueue()
         self.not_reached = 0
         self._thread = threading.Thread(target=self._run, name="kvpp courier", daemon=True)
@@ -45,26 +56,38 @@ class Courier:
 
     def keep(self, request_id: str, offer: Offer) -> None:
         """Renew the lease until `release` or `forget`."""
+        self.forget(request_id)
         with self._lock:
             if len(self._kept) < _MOST:
-                self._kept[request_id] = _Kept(offer, time.monotonic() + _FIRST)
+                kept = self._kept[request_id] = _Kept(offer, time.monotonic() + _FIRST)
+                self._interested[kept.transfer] += 1
 
     def release(self, request_id: str, reason: str) -> None:
-        """Tell the lease that nobody is going to read."""
-        with self._lock:
-            kept = self._kept.pop(request_id, None)
-        if kept is not None:
+        """Tell the lease that nobody is going to read, unless another request still may."""
+        kept, others = self._drop(request_id)
+        if kept is not None and not others:
             self._releases.put((kept.offer, reason))
 
     def forget(self, request_id: str) -> None:
         """The lease is over without us."""
-        with self._lock:
-            self._kept.pop(request_id, None)
+        self._drop(request_id)
 
     def close(self) -> None:
         """Stop; releases that were asked for are still sent."""
         self._releases.put(None)
         self._thread.join(2 * self._timeout)
+
+    def _drop(self, request_id: str) -> tuple[_Kept | None, int]:
+        """What was kept of a request, and how many others have the same transfer."""
+        with self._lock:
+            kept = self._kept.pop(request_id, None)
+            if kept is None:
+                return None, 0
+            self._interested[kept.transfer] -= 1
+            others = self._interested[kept.transfer]
+            if not others:
+                del self._interested[kept.transfer]
+            return kept, others
 
     def _run(self) -> None:
         jobs: list[tuple[Offer, str] | None] = []

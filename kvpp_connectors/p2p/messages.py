@@ -22,6 +22,8 @@ class StepMetadata(KVConnectorMetadata):
     pulls: list[Pull] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # request ids whose pull nobody waits for
     let_go: list[str] = field(default_factory=list)  # request ids whose lease is over
+    groups: dict[int, list[WorkerAddress]] = field(default_factory=dict)
+    """The decode workers of each pipeline stage, which share their pulls; where they do."""
 
 
 @dataclass

@@ -18,6 +18,8 @@ _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _COUNTERS = {
     "pulls": "Requests whose KV was pulled from a prefill engine",
     "pull_bytes": "Bytes of KV pulled from prefill engines",
+    "pull_shared_bytes": "Bytes of KV that decode ranks took from each other (share_pulls)",
+    "pull_shares_not_taken": "Shares of other ranks that were pulled from prefill instead",
     "leases_granted": "Requests whose KV was offered to decode",
     "leases_read": "Offers that decode has read",
     "leases_released": "Offers that decode released without having read them",

@@ -13,7 +13,7 @@ from kvpp_connectors.p2p.wire import Description, Region
 from kvpp_connectors.transport import Read
 from kvpp_core.errors import KvppError
 
-__all__ = ["Incompatible", "choose_sources", "plan_reads"]
+__all__ = ["Incompatible", "choose_sources", "plan_reads", "split_shares"]
 
 LARGEST_READ = 4 << 20  # bytes; longer runs are cut, so that one read ends in bounded time
 
@@ -61,6 +61,20 @@ def choose_sources(
             )
         sources[region.name] = session, theirs
     return sources
+
+
+def split_shares(regions: Sequence[Region], members: int) -> list[list[Region]]:
+    """Which member of a decode group pulls which components, in even parts of the bytes.
+
+    Every member computes it for itself: it depends on names and sizes alone.
+    """
+    shares: list[list[Region]] = [[] for _ in range(members)]
+    sizes = [0] * members
+    for region in sorted(regions, key=lambda region: -region.block_bytes):
+        least = sizes.index(min(sizes))
+        shares[least].append(region)
+        sizes[least] += region.block_bytes
+    return shares
 
 
 def plan_reads(

@@ -1,6 +1,6 @@
 """The decode worker's side of a transfer: open the lease, read, confirm.
 
-    WAITING ─▶ OPENING ─▶ READING ─▶ CONFIRMING ─▶ done
+    WAITING ─▶ OPENING ─▶ READING ─▶ (TAKING SHARES ─▶) CONFIRMING ─▶ done
         any of them can fail; reads that were started are waited for first
 
 Only a confirmation inside the lease makes the bytes count. A pull ends when nothing writes to its
@@ -9,10 +9,10 @@ blocks any more, and not before: its blocks may be handed out again at once.
 
 from __future__ import annotations
 
-import hashlib
+import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -20,19 +20,15 @@ from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
 from kvpp_connectors.p2p.offer import Offer
 from kvpp_connectors.p2p.plan import Incompatible, choose_sources, plan_reads
-from kvpp_connectors.p2p.reads import ReadEngine, read_all
+from kvpp_connectors.p2p.reader_lease import PullFailed, ReaderLease
+from kvpp_connectors.p2p.reads import Outcome, ReadEngine, read_all
+from kvpp_connectors.p2p.sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
 from kvpp_connectors.p2p.wire import (
-    Confirm,
+    TICKET,
     Describe,
     Description,
-    Gone,
-    Granted,
-    Open,
     Region,
-    Release,
-    Reply,
-    Request,
-    Valid,
+    ShareEnded,
     WorkerAddress,
 )
 
@@ -49,6 +45,8 @@ class Pull:
     offer: Offer
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
+    # Names this pull among the ranks of the engine, and proves that its scheduler made it.
+    ticket: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,10 @@ class PullResult:
     pull: Pull
     problem: str | None
     reason: str  # one word, for counters
-    bytes: int = 0
+    bytes: int = 0  # from prefill
     seconds: float = 0.0
+    shared_bytes: int = 0  # from other ranks of this engine
+    shares_not_taken: int = 0  # of other ranks, which came from prefill after all
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,6 @@ class PullerSettings:
     threads: int
 
 
-class _Failure(Exception):
-    """A pull cannot succeed."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
-
-
 @dataclass(slots=True)
 class _Sources:
     """What is known of one prefill engine: where each of our components is read."""
@@ -95,10 +87,17 @@ class _Sources:
 class Puller:
     """Runs pulls on threads; results are taken from the thread that runs the model."""
 
-    def __init__(self, own: Description, engine: ReadEngine, settings: PullerSettings) -> None:
+    def __init__(
+        self,
+        own: Description,
+        engine: ReadEngine,
+        settings: PullerSettings,
+        sharing: Sharing | None = None,
+    ) -> None:
         self._own = own
         self._engine = engine
         self._settings = settings
+        self._sharing = sharing
         self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvpp pull")
         self._lock = threading.Lock()
         self._results: list[PullResult] = []
@@ -106,17 +105,28 @@ class Puller:
         self._running: set[str] = set()
         self._peers: dict[str, _Sources] = {}
 
-    def submit(self, pull: Pull) -> None:
-        """Start a pull as soon as a thread is free."""
+    def submit(self, pull: Pull, group: Sequence[WorkerAddress] = ()) -> None:
+        """Start a pull as soon as a thread is free; ``group`` may share it."""
+        share = NOT_SHARED
+        if self._sharing is not None:
+            share = self._sharing.share(group)
+            self._sharing.board.expect(pull.ticket)
         with self._lock:
             self._running.add(pull.request_id)
-        self._pool.submit(self._run, pull).add_done_callback(_log_bug)
+        self._pool.submit(self._run, pull, share).add_done_callback(_log_bug)
 
     def cancel(self, request_id: str) -> None:
         """Nobody wants the result: submit no more reads. The pull still ends by `take_results`."""
         with self._lock:
             if request_id in self._running:
                 self._cancelled.add(request_id)
+        if self._sharing is not None:
+            self._sharing.board.wake()
+
+    def hear(self, word: ShareEnded) -> None:
+        """Another rank's word about its share of a pull."""
+        if self._sharing is not None:
+            self._sharing.board.note(word)
 
     def take_results(self) -> list[PullResult]:
         """Pulls that have ended since the last call, each once."""
@@ -133,43 +143,116 @@ class Puller:
         """Cancel what runs and wait for it."""
         with self._lock:
             self._cancelled |= self._running
+        if self._sharing is not None:
+            self._sharing.board.wake()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._sharing is not None:
+            self._sharing.close()
 
-    def _run(self, pull: Pull) -> None:
+    def _run(self, pull: Pull, share: Share) -> None:
         started = time.monotonic()
-        lease = _Lease(pull, self._settings)
+        lease = self._lease(pull)
         result = PullResult(pull, "a fault of this package; see the log", "internal")
         try:
-            count = self._fetch(pull, lease, started)
-            result = PullResult(pull, None, "ok", count, time.monotonic() - started)
-        except _Failure as failure:
+            pulled, taken = self._fetch(pull, share, lease, started)
+            seconds = time.monotonic() - started
+            result = PullResult(pull, None, "ok", pulled, seconds, taken.bytes, taken.shares_left)
+        except PullFailed as failure:
             lease.release(failure.reason)
             self._peers.pop(pull.offer.remote_engine_id, None)
             result = PullResult(pull, str(failure), failure.reason)
         finally:  # whatever happened: a pull without a result would hold its request for ever
             lease.close()
+            self._end_share(pull, share, result.problem)
             with self._lock:
                 self._results.append(result)
                 self._running.discard(pull.request_id)
                 self._cancelled.discard(pull.request_id)
 
-    def _fetch(self, pull: Pull, lease: _Lease, started: float) -> int:
+    def _lease(self, pull: Pull) -> ReaderLease:
+        settings = self._settings
+        return ReaderLease(
+            pull.request_id,
+            pull.offer,
+            settings.engine_id,
+            (settings.reader, settings.readers),
+            settings.key,
+            settings.control_timeout,
+        )
+
+    def _fetch(
+        self, pull: Pull, share: Share, lease: ReaderLease, started: float
+    ) -> tuple[int, Taken]:
+        """Bytes that came from prefill, and what came from other ranks."""
         lease.open()
         sources = self._sources(pull.offer)
-        try:
-            reads = plan_reads(self._own.regions, sources, pull.remote_blocks, pull.local_blocks)
-        except Incompatible as error:
-            raise _Failure("incompatible", str(error)) from error
-        deadline = started + self._settings.pull_timeout
-        outcome = read_all(
-            self._engine, reads, self._settings.window, self._stop_for(pull, deadline)
-        )
-        if outcome.problem is not None:
-            raise _Failure(
-                "cancelled" if pull.request_id in self._cancelled else "read", outcome.problem
-            )
+        stop = self._stop_for(pull, started + self._settings.pull_timeout)
+        if self._sharing is None or not share.group:
+            pulled, taken = self._pull(pull, self._own.regions, sources, stop), Taken()
+        else:
+            pulled, taken = self._pull_shared(self._sharing, pull, share, sources, stop)
         lease.confirm()
+        return pulled, taken
+
+    def _pull_shared(
+        self,
+        sharing: Sharing,
+        pull: Pull,
+        share: Share,
+        sources: Mapping[str, tuple[str, Region]],
+        stop: Callable[[], str | None],
+    ) -> tuple[int, Taken]:
+        started = time.monotonic()
+        pulled = self._pull(pull, share.own, sources, stop)
+        sharing.announce(share, pull.ticket, None)
+
+        def read(peer: Description, regions: list[Region]) -> tuple[int, str | None]:
+            theirs = {region.name: (peer.session, region) for region in peer.regions}
+            outcome = self._read(regions, theirs, pull.local_blocks, pull.local_blocks, stop)
+            return outcome.done_bytes, outcome.problem
+
+        seconds = time.monotonic() - started
+        try:
+            taken = sharing.take(share, pull.ticket, seconds, read, stop)
+        except PeerFailed as error:
+            raise PullFailed("peer", str(error)) from error
+        return pulled + self._pull(pull, taken.left, sources, stop), taken
+
+    def _end_share(self, pull: Pull, share: Share, problem: str | None) -> None:
+        """Let nobody wait for a share that will not be there: of several words the first counts."""
+        if self._sharing is None:
+            return
+        if share.group and problem is not None:
+            self._sharing.announce(share, pull.ticket, problem)
+        self._sharing.board.drop(pull.ticket)
+
+    def _pull(
+        self,
+        pull: Pull,
+        regions: Iterable[Region],
+        sources: Mapping[str, tuple[str, Region]],
+        stop: Callable[[], str | None],
+    ) -> int:
+        """Read components from prefill; the bytes."""
+        outcome = self._read(regions, sources, pull.remote_blocks, pull.local_blocks, stop)
+        if outcome.problem is not None:
+            cancelled = pull.request_id in self._cancelled
+            raise PullFailed("cancelled" if cancelled else "read", outcome.problem)
         return outcome.done_bytes
+
+    def _read(
+        self,
+        regions: Iterable[Region],
+        sources: Mapping[str, tuple[str, Region]],
+        there: Sequence[int],
+        here: Sequence[int],
+        stop: Callable[[], str | None],
+    ) -> Outcome:
+        try:
+            reads = plan_reads(regions, sources, there, here)
+        except Incompatible as error:
+            raise PullFailed("incompatible", str(error)) from error
+        return read_all(self._engine, reads, self._settings.window, stop)
 
     def _stop_for(self, pull: Pull, deadline: float) -> Callable[[], str | None]:
         def stop() -> str | None:
@@ -190,7 +273,7 @@ class Puller:
         try:
             found = choose_sources(self._own, workers, self._settings.reader)
         except Incompatible as error:
-            raise _Failure("incompatible", str(error)) from error
+            raise PullFailed("incompatible", str(error)) from error
         self._peers[offer.remote_engine_id] = _Sources(addresses, found)
         logger.info(
             "prefill engine %s: %d workers, reading from %s",
@@ -207,13 +290,13 @@ class Puller:
         try:
             reply = client.ask(Describe())
         except PeerUnreachable as error:
-            raise _Failure("unreachable", str(error)) from error
+            raise PullFailed("unreachable", str(error)) from error
         finally:
             client.close()
         if not isinstance(reply, Description):
-            raise _Failure("refused", f"{client.name} answered describe with {reply}")
+            raise PullFailed("refused", f"{client.name} answered describe with {reply}")
         if reply.epoch != address.epoch:
-            raise _Failure(
+            raise PullFailed(
                 "restarted",
                 f"the worker at {client.name} was restarted since the request was prefilled",
             )
@@ -223,59 +306,3 @@ class Puller:
 def _log_bug(future: Future[None]) -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         logger.error("a pull ended with a fault of this package", exc_info=error)
-
-
-class _Lease:
-    """This worker's dealings with the lease of one transfer."""
-
-    def __init__(self, pull: Pull, settings: PullerSettings) -> None:
-        offer = pull.offer
-        self._offer = offer.kvpp
-        self._settings = settings
-        # Workers of one request share a lease. Another request with the same offer must not: its
-        # reads could come after the first one's confirmation, which lets the blocks go.
-        digest = hashlib.sha256(pull.request_id.encode(errors="replace")).hexdigest()[:16]
-        self._party = f"{settings.engine_id}/{digest}"
-        self._client = ControlClient(
-            offer.remote_host, offer.remote_port, settings.key, settings.control_timeout
-        )
-
-    def open(self) -> None:
-        self._expect(
-            Granted,
-            Open(
-                self._offer.transfer_id,
-                self._offer.generation,
-                self._party,
-                self._settings.readers,
-            ),
-        )
-
-    def confirm(self) -> None:
-        self._expect(
-            Valid, Confirm(self._offer.transfer_id, self._offer.generation, self._settings.reader)
-        )
-
-    def release(self, reason: str) -> None:
-        """Best effort: where it does not arrive, the lease runs out."""
-        if reason in ("gone", "unreachable"):
-            return
-        try:
-            self._client.ask(
-                Release(self._offer.transfer_id, self._offer.generation, reason), attempts=1
-            )
-        except PeerUnreachable as error:
-            logger.warning("transfer %s was not released: %s", self._offer.transfer_id, error)
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _expect(self, wanted: type[Reply], request: Request) -> None:
-        try:
-            reply = self._client.ask(request)
-        except PeerUnreachable as error:
-            raise _Failure("unreachable", str(error)) from error
-        if isinstance(reply, Gone):
-            raise _Failure("gone", f"the lease at {self._client.name} is over: {reply.reason}")
-        if not isinstance(reply, wanted):
-            raise _Failure("refused", f"{self._client.name} answered {reply}")

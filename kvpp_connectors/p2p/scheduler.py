@@ -123,6 +123,17 @@ class DecodeScheduler:
         self._pulling: dict[str, bool] = {}  # whether the pull was cancelled
         self._pulls: list[Pull] = []
         self._cancelled: list[str] = []
+        self.groups: dict[int, list[WorkerAddress]] = {}
+
+    def meet_workers(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
+        """Learn which workers share their pulls: those of one pipeline stage that say where."""
+        if not self._facts.shares_pulls:
+            return
+        self.groups = {}
+        for ranks in sorted(handshakes):
+            self.groups.setdefault(ranks[0], []).extend(handshakes[ranks].addresses)
+        for stage, workers in self.groups.items():
+            logger.info("stage %d: %d workers share their pulls", stage, len(workers))
 
     def arrived(self, request: Any) -> None:
         """Read a new request's offer, and keep its lease alive while the request waits."""

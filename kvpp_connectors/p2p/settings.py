@@ -37,6 +37,11 @@ class EngineFacts:
         """Workers of this engine."""
         return self.tp * self.pp * self.pcp
 
+    @property
+    def shares_pulls(self) -> bool:
+        """Whether decode workers take parts of a pull from each other."""
+        return self.options.share_pulls and self.consumes and self.tp * self.pcp > 1
+
     def handshake_port(self, pp_rank: int, pcp_rank: int, tp_rank: int) -> int:
         """Where a worker of this engine answers; 0 where kv_port is 0: a free one."""
         if not self.kv_port:

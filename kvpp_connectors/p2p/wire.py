@@ -19,6 +19,7 @@ import msgspec
 __all__ = [
     "MAX_REPLY",
     "MAX_REQUEST",
+    "TICKET",
     "VERSION",
     "Codec",
     "Confirm",
@@ -26,6 +27,7 @@ __all__ = [
     "Description",
     "Gone",
     "Granted",
+    "Noted",
     "Open",
     "Refused",
     "Region",
@@ -34,6 +36,7 @@ __all__ = [
     "Renew",
     "Reply",
     "Request",
+    "ShareEnded",
     "Valid",
     "WireError",
     "WorkerAddress",
@@ -42,6 +45,7 @@ __all__ = [
 VERSION = 1
 MAX_REQUEST = 64 << 10  # bytes of a request frame
 MAX_REPLY = 8 << 20  # bytes of a reply frame
+TICKET = 16  # bytes of the secret that names one pull inside a decode engine
 CLOCK_SKEW = 60.0  # seconds that two hosts' clocks may differ, where a key is shared
 _SEEN = 1 << 16  # nonces that a guard remembers; more than any host sends in two skews
 
@@ -100,6 +104,14 @@ class Release(Transfer, tag="release", frozen=True, forbid_unknown_fields=True):
     reason: Short
 
 
+class ShareEnded(_Message, tag="share_ended", frozen=True, forbid_unknown_fields=True):
+    """To a rank of one's own decode group: the share of ``member`` is there, or will not be."""
+
+    ticket: Annotated[bytes, msgspec.Meta(min_length=TICKET, max_length=TICKET)]
+    member: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    problem: Short | None
+
+
 class Region(_Message, frozen=True, forbid_unknown_fields=True):
     """One component's cache on a worker: block i is ``block_bytes`` at ``base + i * stride``."""
 
@@ -141,6 +153,10 @@ class Released(_Message, tag="released", frozen=True, forbid_unknown_fields=True
     """The blocks are free, or were so already."""
 
 
+class Noted(_Message, tag="noted", frozen=True, forbid_unknown_fields=True):
+    """What a rank said of its share was heard."""
+
+
 class Refused(_Message, tag="refused", frozen=True, forbid_unknown_fields=True):
     """The request was understood and is not answered."""
 
@@ -155,8 +171,8 @@ class WorkerAddress(_Message, frozen=True, forbid_unknown_fields=True):
     epoch: Short
 
 
-Request = Describe | Open | Renew | Confirm | Release
-Reply = Description | Granted | Valid | Gone | Released | Refused
+Request = Describe | Open | Renew | Confirm | Release | ShareEnded
+Reply = Description | Granted | Valid | Gone | Released | Noted | Refused
 
 
 class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -17,13 +17,16 @@ from kvpp_connectors.p2p.control import ControlServer
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.puller import Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.settings import EngineFacts
+from kvpp_connectors.p2p.sharing import Sharing
 from kvpp_connectors.p2p.stats import P2pStats
 from kvpp_connectors.p2p.wire import (
     Describe,
     Description,
+    Noted,
     Refused,
     Reply,
     Request,
+    ShareEnded,
     WorkerAddress,
 )
 from kvpp_connectors.transport import TransferEngine, default_protocol, process_engine
@@ -83,16 +86,16 @@ class WorkerSide:
             kv_cache_dtype=facts.kv_cache_dtype,
             regions=cache_regions(kept),
         )
-        if facts.produces:
+        if facts.consumes:
+            self._puller = self._make_puller(self._description, self._engine)
+        if facts.produces or self._shares:
             self._server = self._listen()
             self._addresses = self._gather(
                 WorkerAddress(self._server.host, self._server.port, self._description.epoch)
             )
-        if facts.consumes:
-            self._puller = Puller(self._description, self._engine, self._puller_settings())
 
     def handshake(self) -> WorkerHandshake | None:
-        """What the scheduler half tells decode of this worker."""
+        """What the scheduler half tells decode, and the other ranks, of this worker."""
         return WorkerHandshake(self._addresses) if self._addresses else None
 
     def start(self, step: StepMetadata) -> None:
@@ -100,7 +103,7 @@ class WorkerSide:
         if self._puller is None:
             return
         for pull in step.pulls:
-            self._puller.submit(pull)
+            self._puller.submit(pull, step.groups.get(self._ranks.pp, ()))
         for request_id in step.cancelled:
             self._puller.cancel(request_id)
 
@@ -126,7 +129,7 @@ class WorkerSide:
         return stats
 
     def close(self) -> None:
-        """End pulls and stop answering."""
+        """End pulls and stop answering; other ranks may read from here until all have ended."""
         if self._puller is not None:
             self._puller.close()
         if self._server is not None:
@@ -142,7 +145,7 @@ class WorkerSide:
             what=f"worker pp {ranks.pp} pcp {ranks.pcp} tp {ranks.tp} of engine {facts.engine_id}",
             option=f"kv_transfer_config.kv_port (now {facts.kv_port}; 0 takes free ports)",
         )
-        logger.info("worker %s answers prefill handshakes at %s:%d", ranks, facts.host, server.port)
+        logger.info("worker %s answers handshakes at %s:%d", ranks, facts.host, server.port)
         if facts.key is None and facts.host not in ("127.0.0.1", "::1", "localhost"):
             logger.warning(
                 "%s:%d is open to everybody who can reach it; share a key (key_file, "
@@ -155,7 +158,22 @@ class WorkerSide:
     def _answer(self, request: Request) -> Reply:
         if isinstance(request, Describe) and self._description is not None:
             return self._description
+        if isinstance(request, ShareEnded) and self._puller is not None and self._shares:
+            self._puller.hear(request)
+            return Noted()
         return Refused("a worker's endpoint; leases are kept at remote_host:remote_port")
+
+    @property
+    def _shares(self) -> bool:
+        # With KVPP no two ranks keep the same layers.
+        return self._facts.shares_pulls and self._layout is None
+
+    def _make_puller(self, own: Description, engine: TransferEngine) -> Puller:
+        facts, options = self._facts, self._facts.options
+        sharing = None
+        if self._shares:
+            sharing = Sharing(own, facts.key, options.control_timeout_s, options.share_wait_s)
+        return Puller(own, engine, self._puller_settings(), sharing)
 
     def _puller_settings(self) -> PullerSettings:
         facts, ranks, options = self._facts, self._ranks, self._facts.options
@@ -174,13 +192,15 @@ class WorkerSide:
         pull, offer = result.pull, result.pull.offer
         if result.problem is None:
             logger.info(
-                "request %s: pulled %s bytes of %d blocks in %.3f s from engine %s (transfer %s)",
+                "request %s: pulled %s bytes of %d blocks in %.3f s from engine %s (transfer %s), "
+                "%s bytes from other ranks",
                 pull.request_id,
                 f"{result.bytes:,}",
                 len(pull.local_blocks),
                 result.seconds,
                 offer.remote_engine_id,
                 offer.kvpp.transfer_id,
+                f"{result.shared_bytes:,}",
             )
         else:
             logger.error(

@@ -31,12 +31,14 @@ from kvpp_connectors.p2p.wire import (
     Description,
     Gone,
     Granted,
+    Noted,
     Open,
     Refused,
     Region,
     Release,
     Released,
     Renew,
+    ShareEnded,
     Valid,
     WireError,
 )
@@ -49,6 +51,8 @@ REQUESTS = [
     Renew("transfer", 2),
     Confirm("transfer", 3, 7),
     Release("transfer", 4, "the client left"),
+    ShareEnded(NONCE, 5, None),
+    ShareEnded(NONCE, 4096, "read"),
 ]
 REGION = Region("model.layers.0.attn", (1 << 63) - 1, 4096, 4096, 1000)
 REPLIES = [
@@ -57,6 +61,7 @@ REPLIES = [
     Valid(),
     Gone("expired"),
     Released(),
+    Noted(),
     Refused("no"),
 ]
 KEYS = pytest.mark.parametrize("key", [None, KEY], ids=["open", "keyed"])
