@@ -31,28 +31,37 @@ class Served:
         self._engine = engine
         self._llm = engine._llm
         self._count = 0
+        self._ended: list[dict[str, Any]] = []  # answers that nobody has asked for yet
 
     def generate(
         self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Run one request to its end, stepping."""
-        name = self.add(prompt, max_tokens, params)
-        scheduled = 0
-        while self._llm.llm_engine.has_unfinished_requests():
-            with recorded_schedule(self._engine._scheduler) as outputs:
-                results = self._llm.llm_engine.step()
-            scheduled += sum(output.total_num_scheduled_tokens for output in outputs)
-            for result in results:
-                if result.request_id == name and result.finished:
-                    return {**self._answer(result), "scheduled": scheduled}
-        raise AssertionError("the engine ended without an answer")
+        return self.finish(self.add(prompt, max_tokens, params))
 
-    def add(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> str:
+    def finish(self, name: str) -> dict[str, Any]:
+        """Step until a request has ended; its answer, and the tokens scheduled meanwhile."""
+        scheduled = 0
+        while not any(answer["id"] == name for answer in self._ended):
+            assert self._llm.llm_engine.has_unfinished_requests(), "no answer"
+            with recorded_schedule(self._engine._scheduler) as outputs:
+                self.step()
+            scheduled += sum(output.total_num_scheduled_tokens for output in outputs)
+        number = [answer["id"] for answer in self._ended].index(name)
+        return {**self._ended.pop(number), "scheduled": scheduled}
+
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None = None,
+        name: str | None = None,
+    ) -> str:
         """Add a request without a step; its id."""
         from vllm import SamplingParams
 
         self._count += 1
-        name = f"request-{self._count}"
+        name = name or f"request-{self._count}"
         sampling = SamplingParams(
             temperature=0,
             max_tokens=max_tokens,
@@ -64,14 +73,19 @@ class Served:
         self._llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
         return name
 
-    def step(self, count: int = 1) -> list[dict[str, Any]]:
-        """Step some times; the answers of requests that ended."""
-        return [
-            self._answer(result)
-            for _ in range(count)
-            for result in self._llm.llm_engine.step()
-            if result.finished
-        ]
+    def step(self) -> None:
+        """One step."""
+        results = self._llm.llm_engine.step()
+        self._ended += [self._answer(result) for result in results if result.finished]
+
+    def step_until_running(self) -> None:
+        """Step until a request has its first token."""
+        while not any(request.num_output_tokens for request in self._engine._scheduler.running):
+            self.step()
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of the first worker."""
+        return self._engine.call(method, *arguments)[0]
 
     def abort(self, name: str) -> None:
         """Abort a request."""
@@ -83,7 +97,7 @@ class Served:
         core = self._llm.llm_engine.engine_core.engine_core
         while core.scheduler.has_requests():
             assert time.monotonic() < deadline, f"still held: {list(core.scheduler.requests)}"
-            self._llm.llm_engine.step()
+            self.step()
         return self.blocks()
 
     def blocks(self) -> dict[str, int]:
@@ -113,10 +127,16 @@ class Served:
         }
 
 
-def serve(commands: Connection, log: Path, model: Path, options: dict[str, Any]) -> None:
+def serve(
+    commands: Connection,
+    log: Path,
+    model: Path,
+    environment: dict[str, str],
+    options: dict[str, Any],
+) -> None:
     """In a forked process: start an engine, say "ready", and serve commands until they end."""
     become_a_leader(log)
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | environment)
     with start_engine(model, **options) as engine, contextlib.suppress(EOFError):
         served = Served(engine)
         commands.send("ready")

@@ -18,10 +18,13 @@ __all__ = ["RemoteEngine"]
 class RemoteEngine:
     """An engine process and its process group. Every answer has a bound."""
 
-    def __init__(self, model: Path, log: Path, **options: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, *, environment: dict[str, str] | None = None, **options: Any
+    ) -> None:
         self._log = log
         self._commands, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=serve, args=(theirs, log, model, options))
+        arguments = (theirs, log, model, environment or {}, options)
+        self.process = CONTEXT.Process(target=serve, args=arguments)
         self.process.start()
         theirs.close()
 
@@ -47,8 +50,15 @@ class RemoteEngine:
             problem = f"no answer within {seconds} s"
         except EOFError:
             problem = "the engine process ended"
-        end = self._log.read_text(errors="replace")[-3000:]
-        raise AssertionError(f"{problem}; the log ends:\n{end}")
+        raise AssertionError(f"{problem}; the log ends:\n{self.log()[-3000:]}")
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the first worker."""
+        return self.ask("call", method=method, arguments=arguments)
+
+    def log(self) -> str:
+        """What the engine has logged."""
+        return self._log.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
         """Send a signal to the engine and all its workers."""
@@ -57,6 +67,8 @@ class RemoteEngine:
 
     def stop(self) -> None:
         """End the engine; kill what is left."""
+        if self._commands.closed:
+            return
         self._commands.close()
         self.process.join(30)
         with contextlib.suppress(ProcessLookupError):

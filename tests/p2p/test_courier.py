@@ -114,6 +114,24 @@ def test_a_lease_that_is_over_is_not_renewed(courier: Courier, endpoint: LeaseEn
     courier.forget("nobody")
 
 
+@pytest.mark.parametrize("first_end", ["release", "forget"])
+def test_a_transfer_of_two_requests_is_released_with_the_last(
+    first_end: str, courier: Courier, endpoint: LeaseEndpoint
+) -> None:
+    """8.2: a client sent one offer twice; the end of one request is not the other's."""
+    for name in ("one", "other"):
+        courier.keep(name, endpoint.offer("t"))
+    courier.keep("one", endpoint.offer("t"))  # again: it counts once
+    courier.keep("third", endpoint.offer("u"))
+    getattr(courier, first_end)("one", *["aborted"] * (first_end == "release"))
+    courier.release("one", "aborted")
+    courier.release("third", "aborted")
+    eventually(lambda: endpoint.count(Release, "u"))  # messages are sent in order
+    assert endpoint.count(Release, "t") == 0
+    courier.release("other", "aborted")
+    eventually(lambda: endpoint.count(Release, "t"))
+
+
 def test_the_caller_never_waits(courier: Courier) -> None:
     """2.1: a dead peer does not hold up the scheduler."""
     with silent_peer() as port:

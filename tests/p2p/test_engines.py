@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,67 +17,10 @@ import pytest
 
 from tests.engine import tiny_models
 from tests.engine.harness import kvpp_off, kvpp_on, random_tokens
+from tests.p2p.engine_pair import PREFILL, TOKENS, Pair, transfer
 from tests.p2p.remote_engine import RemoteEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
-
-MTP = {"method": "mtp", "num_speculative_tokens": 1}
-PREFILL = {"do_remote_decode": True}
-LEASE = 4.0  # seconds
-TOKENS = 12
-
-
-def transfer(role: str, port: int, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-    """A kv_transfer_config of our connector."""
-    return {
-        "kv_connector": "MooncakeConnectorV2",
-        "kv_role": role,
-        "kv_port": port,
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"control_timeout_s": 2.0, "pull_timeout_s": 150.0, **extra},
-    }
-
-
-@dataclass
-class Pair:
-    """Both engines; ``prefill`` may be replaced by a new one."""
-
-    folder: Path
-    model: Path
-    prefill: RemoteEngine
-    decode: RemoteEngine
-
-    def start_prefill(self) -> None:
-        """Start a prefill engine on the same ports."""
-        self.prefill = RemoteEngine(
-            self.model,
-            self.folder / "prefill.log",
-            additional_config=kvpp_on(),
-            tp=2,
-            speculative_config=MTP,
-            kv_transfer_config=transfer("kv_producer", 37200, lease_seconds=LEASE),
-        )
-
-    def prefilled(self, prompt: list[int]) -> dict[str, Any]:
-        """kv_transfer_params of a prompt."""
-        answer = self.prefill.ask("generate", prompt=prompt, max_tokens=1, params=PREFILL)
-        assert answer["params"]["do_remote_prefill"] is True
-        params: dict[str, Any] = answer["params"]
-        return params
-
-    def decoded(self, prompt: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
-        """Decode's answer."""
-        answer: dict[str, Any] = self.decode.ask(
-            "generate", prompt=prompt, max_tokens=TOKENS, params=params
-        )
-        return answer
-
-    def expected(self, prompt: list[int]) -> list[int]:
-        """What decode answers on its own, from an empty prefix cache."""
-        self.decode.ask("reset")
-        tokens: list[int] = self.decoded(prompt, None)["tokens"]
-        self.decode.ask("reset")
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +28,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Sparse models with a draft layer on both sides."""
     folder = tmp_path_factory.mktemp("pd")
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))
-    decode = RemoteEngine(
-        model,
-        folder / "decode.log",
-        additional_config=kvpp_off(),
-        tp=1,
-        speculative_config=MTP,
-        kv_transfer_config=transfer("kv_consumer", 37210),
-    )
-    engines = Pair(folder, model, decode, decode)
-    engines.start_prefill()
+    engines = Pair(folder, model, 37200)
     try:
-        decode.wait_ready()
+        engines.start_decode()
+        engines.start_prefill()
+        engines.decode.wait_ready()
         engines.prefill.wait_ready()
         yield engines
     finally:
-        engines.prefill.stop()
-        decode.stop()
+        engines.stop()
 
 
 def test_a_pulled_prompt_is_answered_like_a_computed_one(pair: Pair) -> None:
@@ -216,8 +151,9 @@ def test_a_restarted_prefill_is_a_new_one(pair: Pair) -> None:
     assert pair.decode.ask("settle")["requests"] == 0
 
 
-TOPOLOGIES = {
+TOPOLOGIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one rank to two": ({"tp": 1}, kvpp_off(), {"tp": 2}),
+    "four ranks to one": ({"tp": 4}, kvpp_on(), {"tp": 1}),
     "two stages of two ranks to one": (
         {"tp": 2, "pipeline_parallel_size": 2},
         kvpp_on(),
