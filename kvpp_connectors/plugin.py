@@ -11,13 +11,14 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["CONNECTORS", "register"]
+__all__ = ["CONNECTORS", "MULTI", "connectors_concern_us", "register"]
 
 _MARK = "__kvpp_wrapped__"
 CONNECTORS = {  # name, its module
     "MooncakeConnectorV2": "kvpp_connectors.p2p.connector",
     "AscendStoreConnector": "kvpp_connectors.pool.connector",
 }
+MULTI = "kvpp_connectors.multi.connector"  # the module of our MultiConnector
 
 
 def register() -> None:
@@ -60,12 +61,23 @@ def _configure(vllm_config: Any, original: Callable[[Any], None]) -> None:
     configure(vllm_config, original)
 
 
+def connectors_concern_us(transfer: Any) -> bool:
+    """Whether the connector, or a child of a MultiConnector, is ours."""
+    if transfer is None:
+        return False
+    names = [transfer.kv_connector]
+    if transfer.kv_connector == "MultiConnector":
+        listed = transfer.kv_connector_extra_config.get("connectors")
+        children = listed if isinstance(listed, list) else ()
+        names = [child.get("kv_connector") for child in children if isinstance(child, dict)]
+    return any(name in CONNECTORS for name in names)
+
+
 def _concerns_us(vllm_config: Any) -> bool:
     """Whether the worker class or the connector is ours, or a key is or may be a misspelt one."""
     if str(vllm_config.parallel_config.worker_cls).startswith("kvpp_connectors."):
         return True
-    transfer = vllm_config.kv_transfer_config
-    if transfer is not None and transfer.kv_connector in CONNECTORS:
+    if connectors_concern_us(vllm_config.kv_transfer_config):
         return True
     additional_config = vllm_config.additional_config
     if not isinstance(additional_config, dict):

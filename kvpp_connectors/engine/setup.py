@@ -8,17 +8,18 @@ that rebuilt ones inherit; its worker class tells nothing, because a user may gi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from kvpp_connectors.config import Settings, read_settings
 from kvpp_connectors.engine import hooks, profile
 from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.plugin import CONNECTORS
+from kvpp_connectors.multi.composition import check_composition, children_of
+from kvpp_connectors.plugin import CONNECTORS, MULTI, connectors_concern_us
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, check
+from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, POOL, check
 from kvpp_core.errors import KvppError
 
 __all__ = ["KVPP_WORKERS", "configure", "examine", "examine_resolved"]
@@ -53,7 +54,7 @@ def examine(vllm_config: Any) -> list[Problem]:
     # A switch that cannot be read was meant to be on: all problems are told at once.
     if settings.enabled or any(p.rule == "switch-is-boolean" for p in problems):
         hooks.check_installed(vllm_config)
-        problems += check(launch_from_vllm(vllm_config))
+        problems = _each_once(problems, check(launch_from_vllm(vllm_config)))
         problems += _check_platform(current_platform.device_type)
     if any(problem.severity is Severity.REFUSED for problem in problems):
         raise LaunchRefused(problems)
@@ -82,7 +83,9 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
 
     device_type = current_platform.device_type
     settings, _ = _settings(vllm_config)
-    with_profile = settings.options.cpu_profile or _is_ours(vllm_config.kv_transfer_config)
+    with_profile = settings.options.cpu_profile or connectors_concern_us(
+        vllm_config.kv_transfer_config
+    )
     if _is_new(vllm_config):
         for problem in examine(vllm_config):
             logger.warning("%s", problem)
@@ -92,6 +95,15 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
         profile.apply(vllm_config, platform_hook)
     else:
         platform_hook(vllm_config)
+
+
+def _each_once(settings: list[Problem], rules: list[Problem]) -> list[Problem]:
+    """Both, without what a connector says of its own settings where a rule says it better."""
+    told = tuple(problem.option for problem in rules)
+    return [
+        *(p for p in settings if not any(option.startswith(p.option) for option in told)),
+        *rules,
+    ]
 
 
 def _is_new(vllm_config: Any) -> bool:
@@ -121,31 +133,45 @@ def _check_worker(worker_cls: str, settings: Settings) -> list[Problem]:
     ]
 
 
-def _is_ours(transfer: Any) -> bool:
-    return transfer is not None and transfer.kv_connector in CONNECTORS
-
-
 def _name_connector(transfer: Any) -> None:
     """Our names mean our connectors: a module's path goes before any plug-in's registration.
 
     vllm-ascend registers some of the same names, and which plug-in comes last is chance.
     """
-    if _is_ours(transfer) and transfer.kv_connector_module_path is None:
-        transfer.kv_connector_module_path = CONNECTORS[transfer.kv_connector]
+    if not connectors_concern_us(transfer):
+        return
+    for _, child in children_of(transfer):
+        if isinstance(child, dict) and child.get("kv_connector") in CONNECTORS:
+            child.setdefault("kv_connector_module_path", CONNECTORS[child["kv_connector"]])
+    if transfer.kv_connector_module_path is None:
+        transfer.kv_connector_module_path = CONNECTORS.get(transfer.kv_connector, MULTI)
 
 
 def _check_connector(transfer: Any) -> list[Problem]:
-    """Our connector's own settings, whether KVPP is on or not."""
-    if not _is_ours(transfer):
+    """Our connectors' own settings and composition, whether KVPP is on or not."""
+    if not connectors_concern_us(transfer):
         return []
+    if transfer.kv_connector in CONNECTORS:
+        given = {name: getattr(transfer, name) for name in _SETTINGS}
+        return _check_settings(given, "kv_transfer_config")
+    known = tuple(field.name for field in fields(transfer))
+    return check_composition(transfer, known, _check_settings)
+
+
+_SETTINGS = ("kv_connector", "kv_connector_extra_config")
+
+
+def _check_settings(given: Mapping[str, Any], path: str) -> list[Problem]:
+    """What is wrong with one connector's extra config."""
+    extra = given.get("kv_connector_extra_config") or {}
     try:
-        _read_connector_settings(transfer)
+        _read_settings_of(given["kv_connector"], extra)
     except KvppError as error:
         return [
             Problem(
                 rule="connector-settings",
-                option="kv_transfer_config.kv_connector_extra_config",
-                value=str(transfer.kv_connector_extra_config),
+                option=f"{path}.kv_connector_extra_config",
+                value=str(extra),
                 reason=f"{error}.",
                 remedy="Correct or remove it.",
             )
@@ -153,18 +179,19 @@ def _check_connector(transfer: Any) -> list[Problem]:
     return []
 
 
-def _read_connector_settings(transfer: Any) -> None:
-    extra = transfer.kv_connector_extra_config
-    if transfer.kv_connector == P2P:
+def _read_settings_of(name: str, extra: Any) -> None:
+    if not isinstance(extra, Mapping):
+        raise KvppError(f"{extra!r} is no JSON object")
+    if name == P2P:
         from kvpp_connectors.p2p.config import read_key, read_options
 
         read_key(read_options(extra))
-        return
-    from kvpp_connectors.pool.backends.mooncake_settings import read_mooncake_settings
-    from kvpp_connectors.pool.config import read_pool_options
+    elif name == POOL:
+        from kvpp_connectors.pool.backends.mooncake_settings import read_mooncake_settings
+        from kvpp_connectors.pool.config import read_pool_options
 
-    if read_pool_options(extra).backend == "mooncake":
-        read_mooncake_settings(extra, os.environ)
+        if read_pool_options(extra).backend == "mooncake":
+            read_mooncake_settings(extra, os.environ)
 
 
 def _check_platform(device_type: str) -> list[Problem]:

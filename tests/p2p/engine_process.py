@@ -108,6 +108,7 @@ class Served:
     def counts(self) -> dict[str, int]:
         """The scheduler half's counters."""
         connector = self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        connector = getattr(connector, "sub_connectors", [connector])[0]
         sides = (connector._prefill, connector._decode)
         return {k: v for side in sides if side for k, v in side.counts().items()}
 

@@ -1,0 +1,1 @@
+"""MultiConnector: vLLM's own, with children that understand ownership."""

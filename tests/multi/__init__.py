@@ -1,0 +1,1 @@
+"""MultiConnector over MooncakeConnectorV2 and AscendStoreConnector."""
