@@ -20,8 +20,14 @@ from kvpp_connectors import plugin
 from tests.contract.processes import run_python
 
 PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
-MAY_IMPORT_VLLM = {f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")} | {
-    f"kvpp_connectors.p2p.{name}" for name in ("connector", "messages", "metrics")
+MAY_IMPORT_VLLM = {
+    *(f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")),
+    *(
+        f"kvpp_connectors.{kind}.{name}"
+        for kind in ("p2p", "pool")
+        for name in ("connector", "messages", "metrics")
+    ),
+    "kvpp_connectors.multi.connector",
 }
 
 # One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
