@@ -1,4 +1,4 @@
-"""`kvpp demo`: KVPP off and on in real engines, then prefill and decode as two servers."""
+"""`kvpp demo`: KVPP off and on in real engines, then a whole deployment of servers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Part(StrEnum):
 def demo(
     part: Annotated[
         Part,
-        typer.Option(help="engines: KVPP off and on. servers: prefill, decode and the proxy."),
+        typer.Option(help="engines: KVPP off and on. servers: pool, prefill, decode, proxy."),
     ] = Part.ALL,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the tiny model.")] = 12,
     tp: Annotated[int, typer.Option(min=2, help="Tensor-parallel size of KVPP engines.")] = 2,
@@ -47,7 +47,8 @@ def demo(
     prefixes that are longer than the token budget, so that chunked prefill and prefix hits happen.
     First they go through a real vLLM engine on CPU without and with KVPP under the same KV memory;
     transformers is asked for the same logits. Then they go through a proxy to a prefill server with
-    KVPP on several ranks and a decode server on one, which pulls the KV from the ranks that own it.
+    KVPP on several ranks, which saves its KV into a Mooncake pool, and a decode server on one,
+    which pulls the KV from the ranks that own it; prefill is restarted, and they go again.
     Exit code 1 if anything is unequal.
     """
     from kvpp_connectors.demo.children import ChildFailed
@@ -82,7 +83,7 @@ def demo(
 def _run(settings: Settings, part: Part) -> list[Row]:
     """Run the chosen part, print its tables, and return their rows."""
     from kvpp_connectors.demo.comparison import compare, run_plain
-    from kvpp_connectors.demo.disaggregation import disaggregate
+    from kvpp_connectors.demo.deployment import deploy
     from kvpp_connectors.demo.report import table
 
     off = run_plain(settings)
@@ -91,6 +92,6 @@ def _run(settings: Settings, part: Part) -> list[Row]:
         rows += (compared := compare(settings, off).rows())
         settings.console.print(table(("KVPP off", "KVPP on"), compared))
     if part is not Part.ENGINES:
-        rows += (served := disaggregate(settings, off.waves["first"].tokens).rows())
-        settings.console.print(table(("prefill with KVPP, decode without",), served))
+        rows += (served := deploy(settings, off).rows())
+        settings.console.print(table(("wave 1", "wave 2, prefill restarted"), served))
     return rows

@@ -69,18 +69,12 @@ class Server:
     """A child that serves until it is stopped; a context manager."""
 
     def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        title: str,
-        log: Path,
-        environment: Mapping[str, str],
+        self, command: Sequence[str], *, title: str, log: Path, environment: Mapping[str, str]
     ) -> None:
         self._title, self._log = title, log
         with log.open("a") as file:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                list(command),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},

@@ -1,11 +1,12 @@
-"""The demo's servers: prefill with KVPP on several ranks, decode on one, a proxy in front."""
+"""The demo's deployment: a pool, prefill with KVPP, decode, and the proxy in front of both."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ __all__ = ["Fleet", "FleetSettings", "fleet", "wait_healthy"]
 _HOST = "127.0.0.1"
 _START_S = 600.0  # for an engine to load on a busy machine
 _PROBE_S = 0.25
-_API_SERVER = "vllm.entrypoints.openai.api_server"
+_API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+_BIN = Path(sys.executable).parent
+_STORE = "512MB"  # memory of the pool, in a process that outlives the engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,67 +40,67 @@ class FleetSettings:
     environment: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fleet:
     """The running servers' URLs."""
 
     prefill: str
     decode: str
     proxy: str
+    _restart: Callable[[], None]
+
+    def restart_prefill(self) -> None:
+        """Stop prefill and start it again, at the same address, with nothing in its caches.
+
+        Raises:
+            ChildFailed: it did not come back.
+        """
+        self._restart()
 
 
 @contextmanager
 def fleet(settings: FleetSettings, console: Console) -> Iterator[Fleet]:
-    """Start prefill, decode and the proxy; stop all of them at the end.
+    """Start everything; stop everything at the end.
 
     Raises:
         ChildFailed: a server ended or did not become healthy.
     """
-    prefill, decode, proxy = _free_ports(3)
-    servers = {
-        "prefill": (
-            prefill,
-            _API_SERVER,
-            _engine(
-                settings,
-                prefill,
-                {"enable_kvpp": True},
-                "kv_producer",
-                f"--tensor-parallel-size={settings.tensor_parallel_size}",
-            ),
-        ),
-        "decode": (decode, _API_SERVER, _engine(settings, decode, {}, "kv_consumer")),
-        "proxy": (
-            proxy,
-            "kvpp_connectors.cli",
-            [
-                "proxy",
-                f"--port={proxy}",
-                f"--prefill={_url(prefill)}",
-                f"--decode={_url(decode)}",
-            ],
-        ),
-    }
+    ports = _free_ports(6)
+    master, metrics, store, prefill, decode, proxy = ports
     with ExitStack() as stack:
-        running = {
-            name: (
-                stack.enter_context(
-                    Server(
-                        module,
-                        arguments,
-                        title=f"{name} server",
-                        log=settings.logs / f"{name}.log",
-                        environment=settings.environment,
-                    )
-                ),
-                _url(port),
+
+        def start(name: str, command: list[str]) -> Server:
+            return stack.enter_context(
+                Server(
+                    command,
+                    title=name,
+                    log=settings.logs / f"{name}.log",
+                    environment=settings.environment,
+                )
             )
-            for name, (port, module, arguments) in servers.items()
+
+        def await_all(servers: Mapping[int, Server], what: str) -> None:
+            with console.status(f"{what}: starting"):
+                for port, server in servers.items():
+                    asyncio.run(wait_healthy(server, _url(port)))
+
+        start("master", _master(master, metrics))
+        start("store", _store(master, store))
+        engine = _prefill(settings, prefill, master)
+        running = {
+            prefill: start("prefill", engine),
+            decode: start("decode", _decode(settings, decode)),
+            proxy: start("proxy", _proxy(proxy, prefill, decode)),
         }
-        with console.status("prefill, decode and proxy: starting"):
-            for server, url in running.values():
-                asyncio.run(wait_healthy(server, url))
-        yield Fleet(*(url for _, url in running.values()))
+        await_all(running, "prefill, decode and proxy")
+
+        def restart() -> None:
+            running[prefill].stop()
+            running[prefill] = start("prefill", engine)
+            # The proxy takes prefill back with its next probe.
+            await_all({prefill: running[prefill], proxy: running[proxy]}, "prefill, again")
+
+        yield Fleet(_url(prefill), _url(decode), _url(proxy), restart)
 
 
 async def wait_healthy(server: Server, url: str) -> None:
@@ -124,14 +127,76 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
+def _master(port: int, metrics_port: int) -> list[str]:
+    return [
+        str(_BIN / "mooncake_master"),
+        f"--rpc_address={_HOST}",
+        f"--rpc_port={port}",
+        f"--metrics_host={_HOST}",
+        f"--metrics_port={metrics_port}",
+    ]
+
+
+def _store(master: int, port: int) -> list[str]:
+    return [
+        str(_BIN / "mooncake_client"),
+        f"--host={_HOST}",
+        f"--port={port}",
+        f"--master_server_address={_HOST}:{master}",
+        "--metadata_server=P2PHANDSHAKE",
+        f"--global_segment_size={_STORE}",
+    ]
+
+
+def _proxy(port: int, prefill: int, decode: int) -> list[str]:
+    return [
+        *(sys.executable, "-m", "kvpp_connectors.cli", "proxy", f"--port={port}"),
+        *(f"--prefill={_url(prefill)}", f"--decode={_url(decode)}", "--probe-interval=1"),
+    ]
+
+
+def _prefill(settings: FleetSettings, port: int, master: int) -> list[str]:
+    pool = {
+        "mooncake": {
+            "master_server_address": f"{_HOST}:{master}",
+            "global_segment_size": 0,  # what a worker lent would go with it
+        },
+        "lookup_deadline_s": 10.0,  # a small machine is busy with other things
+    }
+    children = [
+        {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer", "kv_port": 0},
+        {
+            "kv_connector": "AscendStoreConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": pool,
+        },
+    ]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    ranks = f"--tensor-parallel-size={settings.tensor_parallel_size}"
+    return [*_engine(settings, port, {"enable_kvpp": True}, transfer), ranks]
+
+
+def _decode(settings: FleetSettings, port: int) -> list[str]:
+    transfer = {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_role": "kv_consumer",
+        "kv_port": 0,
+        "kv_load_failure_policy": "fail",  # nothing is computed in secret
+    }
+    return _engine(settings, port, {}, transfer)
+
+
 def _engine(
     settings: FleetSettings,
     port: int,
     additional_config: Mapping[str, Any],
-    role: str,
-    *options: str,
+    transfer: Mapping[str, Any],
 ) -> list[str]:
-    transfer = {"kv_connector": "MooncakeConnectorV2", "kv_role": role, "kv_port": 0}
     arguments = {
         "model": str(settings.model),
         "served-model-name": "demo",
@@ -146,7 +211,7 @@ def _engine(
         "kv-transfer-config": json.dumps(transfer),
     }
     flags = ["--enforce-eager", "--skip-tokenizer-init"]
-    return [*(f"--{name}={value}" for name, value in arguments.items()), *flags, *options]
+    return [*_API_SERVER, *(f"--{name}={value}" for name, value in arguments.items()), *flags]
 
 
 def _url(port: int) -> str:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvpp_connectors.demo.children import ChildFailed
 
-__all__ = ["Answer", "ask", "read_counters", "send_wave", "wait_idle"]
+__all__ = ["Answer", "ask", "read_counters", "read_samples", "send_wave", "wait_idle"]
 
 _ANSWER_S = 300.0  # for a whole answer on a busy machine
 _IDLE_S = 60.0  # for blocks to be given back
@@ -70,18 +71,23 @@ async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int
     return Answer(tokens, first)
 
 
-async def read_counters(url: str) -> Counter[str]:
-    """The server's metrics by name, summed over their labels."""
+async def read_samples(url: str) -> list[Sample]:
+    """The server's metrics."""
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
         session.get(f"{url}/metrics") as answer,
     ):
         text = await answer.text()
+    families = text_string_to_metric_families(text)
+    return [sample for family in families for sample in family.samples]
+
+
+async def read_counters(url: str) -> Counter[str]:
+    """The server's metrics by name, summed over their labels."""
     counters: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            counters[sample.name] += sample.value  # type: ignore[assignment]
+    for sample in await read_samples(url):
+        counters[sample.name] += sample.value  # type: ignore[assignment]
     return counters
 
 

@@ -47,6 +47,14 @@ class _Load:
     outcomes: Future[list[Outcome]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save that runs beside the model. It reads the blocks until ``copied``."""
+
+    copied: Future[None]
+    ended: Future[None]
+
+
 class PoolWorker:
     """One worker's shard of the pool."""
 
@@ -66,7 +74,7 @@ class PoolWorker:
         self._layers: StepLoads | None = None
         self._saving = ThreadPoolExecutor(1, "kvpp-pool-save")
         self._loading = ThreadPoolExecutor(1, "kvpp-pool-load")
-        self._saves: dict[str, list[Future[None]]] = {}  # by request, until its blocks may go
+        self._saves: dict[str, list[_Save]] = {}  # by request, until it is over
         self._loads: list[_Load] = []
         self._ended: set[str] = set()
         self._invalid_blocks: set[int] = set()
@@ -122,7 +130,7 @@ class PoolWorker:
 
     def release(self, preempted: Iterable[str]) -> None:
         """Return when no save reads a block of these requests any more."""
-        running = [save for name in preempted for save in self._saves.get(name, ())]
+        running = [save.copied for name in preempted for save in self._saves.get(name, ())]
         _, late = wait(running, self._facts.options.hold_timeout_s)
         if late:
             self._stats.trouble(
@@ -133,7 +141,11 @@ class PoolWorker:
             wait(late)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose blocks may go, whose load has ended, and whose load has failed."""
+        """Requests that are saved, whose load has ended, and whose load has failed.
+
+        A request is held until its objects are in the store, not only until they are copied: an
+        engine that is idle has saved everything, and one that holds a request goes on stepping.
+        """
         sent = {name for name in self._ended if self._is_saved(name)}
         self._ended -= sent
         for name in sent:
@@ -214,8 +226,9 @@ class PoolWorker:
                 if not copied.done():
                     copied.set_result(None)
 
-        self._saves.setdefault(job.request_id, []).append(copied)
-        self._saving.submit(save)
+        ended = self._saving.submit(save)
+        ended.add_done_callback(_tell_of_error)
+        self._saves.setdefault(job.request_id, []).append(_Save(copied, ended))
 
     def _load(self, namespace: Namespace, job: BlockJob) -> list[Outcome]:
         if self._reader is None:
@@ -240,7 +253,7 @@ class PoolWorker:
         return BlockJob(job.request_id, tuple(b for b, _ in mine), tuple(h for _, h in mine))
 
     def _is_saved(self, name: str) -> bool:
-        return all(save.done() for save in self._saves.get(name, ()))
+        return all(save.ended.done() for save in self._saves.get(name, ()))
 
     def _note_load(self, job: BlockJob, outcomes: Sequence[Outcome]) -> bool:
         """Remember blocks that were not loaded; whether there are any."""
@@ -267,3 +280,9 @@ def _recorded(caches: CacheBlocks | None) -> torch.Event | None:
     event = torch.Event(caches.device)
     event.record()
     return event
+
+
+def _tell_of_error(save: Future[None]) -> None:
+    if not save.cancelled() and (error := save.exception()) is not None:
+        logger.error("a save into the pool ended with an error; its blocks are not in it",
+                     exc_info=error)  # fmt: skip
