@@ -164,7 +164,13 @@ def _prefill(settings: FleetSettings, port: int, master: int) -> list[str]:
         "lookup_deadline_s": 10.0,  # a small machine is busy with other things
     }
     children = [
-        {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer", "kv_port": 0},
+        {
+            "kv_connector": "MooncakeConnectorV2",
+            "kv_role": "kv_producer",
+            "kv_port": 0,
+            # An offer is lost where a client leaves while it is on its way to the proxy.
+            "kv_connector_extra_config": {"lease_seconds": 20},
+        },
         {
             "kv_connector": "AscendStoreConnector",
             "kv_role": "kv_both",

@@ -28,6 +28,7 @@ class PoolScheduler:
         self._lookup = lookup
         self._namespace: Namespace | None = None
         self._found: dict[str, int] = {}  # tokens that were there locally when the pool was asked
+        self._tried: set[str] = set()  # requests with a load: one that failed would fail again
         self._requests: dict[str, Any] = {}  # vLLM's requests that have blocks and are not over
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[BlockJob] = []
@@ -47,7 +48,7 @@ class PoolScheduler:
     def external_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond ``computed`` that the pool has; None: not known yet."""
         keys = self._keys_beyond(request, computed)
-        if not keys:
+        if not keys or request.request_id in self._tried:
             return 0
         hit = self._lookup.ask(request.request_id, keys, self._facts.options.lookup_wait_s)
         if hit is None:
@@ -67,6 +68,7 @@ class PoolScheduler:
         if computed is None or not tokens:
             return
         self._lookup.forget(name)
+        self._tried.add(name)
         span = slice(
             computed // self._facts.block_size, -(-(computed + tokens) // self._facts.block_size)
         )
@@ -78,6 +80,7 @@ class PoolScheduler:
         step = PoolStep(namespace=self._namespace)
         if self._facts.saves and self._namespace is not None:
             for name in output.preempted_req_ids or ():
+                self._tried.discard(name)
                 if name in self._tracked:
                     self._tracked[name].preempted()
                     step.preempted.append(name)
@@ -94,6 +97,7 @@ class PoolScheduler:
         name = request.request_id
         self._lookup.forget(name)
         self._found.pop(name, None)
+        self._tried.discard(name)
         self._requests.pop(name, None)
         tracked = self._tracked.pop(name, None)
         if tracked is None:

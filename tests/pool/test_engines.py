@@ -128,3 +128,31 @@ def test_layer_by_layer(
     assert (tokens(first), cached(first)) == (expected, 0)
     second = run(model, kvpp_on(), config)
     assert (tokens(second), cached(second)) == (expected, LOADED)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "before the step": {},
+    "between steps": {"load_async": True},
+    "layer by layer": {"use_layerwise": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_store_costs_time_only(model: Path, expected: list[list[int]], way: str) -> None:
+    """Properties S4 and S6. The master still lists what the dead store held: every load fails.
+
+    The blocks are invalid on every rank, and are computed; nothing that was computed from them is
+    saved: a third engine, with another store, has only good objects to load.
+    """
+    master = Master()
+    store = StoreProcess(master, "512MB")
+    try:
+        config = transfer(store, model_id=way, **WAYS[way])
+        assert tokens(run(model, kvpp_on(), config)) == expected
+        store.stop()
+        store = StoreProcess(master, "256MB")
+        assert tokens(run(model, kvpp_on(), config)) == expected
+        assert tokens(run(model, kvpp_on(), config)) == expected
+    finally:
+        store.stop()
+        master.stop()
