@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvpp_connectors.engine import cpu_experts, rotary
+from kvpp_connectors.engine import cpu_experts, cpu_waiting, rotary
 from kvpp_connectors.engine.profile import is_sparse
 from kvpp_connectors.engine.worker import KvppWorkerMixin
 from kvpp_connectors.log import get_logger
@@ -19,6 +19,11 @@ logger = get_logger(__name__)
 
 class CpuProfileWorker(CPUWorker):
     """vLLM's CPU worker with the CPU profile: docs/cpu.md."""
+
+    def init_device(self) -> None:
+        """Before the queues between engine and rank are made."""
+        cpu_waiting.sleep_soon(self.parallel_config.local_world_size)
+        super().init_device()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the model and refuse to go on if it would rotate wrongly.

@@ -100,6 +100,7 @@ _CONFIG = "vllm.config"
 _CACHE = "vllm.v1.kv_cache_interface"
 _SCHEDULE = "vllm.v1.core.sched.output"
 _ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
+_QUEUES = "vllm.distributed.device_communicators.shm_broadcast"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding.base"
 _SPARSE = "vllm.model_executor.models.deepseek_v2"
 _BACKEND = "vllm.v1.attention.backend"
@@ -154,6 +155,8 @@ HOOKS = (
     *_members(_CONFIG, "ParallelConfig", "disable_custom_all_reduce", _CUDA),
     # The worker, its model runner and the runner's draft model.
     *_worker("vllm.v1.worker.cpu_worker", "CPUWorker", Part.CPU),
+    *_members(_CONFIG, "ParallelConfig", "local_world_size", _CPU),
+    Hook(_QUEUES, "SpinCondition.__init__", ("busy_loop_s",), _CPU),
     *_worker("vllm.v1.worker.gpu_worker", "Worker", Part.CUDA),
     *_members(_RUNNER_V1, "GPUModelRunner", "get_model drafter", _V1),
     *_members("vllm.v1.spec_decode.eagle", "EagleProposer", "model", _V1),

@@ -9,6 +9,8 @@
 4. Sparse models are refused: a reference attention is put in (`kvpp_connectors.engine.cpu_sfa`).
 5. Its experts kernel ignores which experts a rank keeps, and crashes under expert parallelism
    (`kvpp_connectors.engine.cpu_experts`).
+6. Ranks that wait spin for a second; with few cores they starve what they wait for
+   (`kvpp_connectors.engine.cpu_waiting`).
 
 Each change is one log line.
 """

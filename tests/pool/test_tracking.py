@@ -95,7 +95,8 @@ def test_only_good_blocks_are_told_and_all_of_them_at_the_end(
     steps: list[tuple[int, int, bool]], lag: int, loaded: int
 ) -> None:
     """A model of the engine: losses are known ``lag`` steps after the step in which they happen."""
-    request, computed, lost_in, saved = tracked(40, done=loaded), loaded, [], set[int]()
+    request, computed, saved = tracked(40, done=loaded), loaded, set[int]()
+    lost_in: list[tuple[int, int]] = []
     for number, (more, lost, skipped) in enumerate(steps):
         for step, position in [entry for entry in lost_in if entry[0] <= number - lag]:
             computed = min(computed, position)
