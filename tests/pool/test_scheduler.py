@@ -1,0 +1,194 @@
+"""The scheduler half: one lookup, one load, saves of good blocks, and blocks freed once.
+
+Field reports 2.4 (late, repeated and unknown messages) and 2.8 (asked again after preemption). The
+requests and outputs of vLLM's scheduler are stand-ins with the fields that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpp_connectors.pool.config import PoolOptions
+from kvpp_connectors.pool.keys import Fingerprint, Namespace, Topology
+from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.scheduler import PoolScheduler
+from kvpp_connectors.pool.settings import PoolFacts
+from kvpp_connectors.pool.stats import PoolStats
+
+BLOCK = 16
+
+
+@dataclass
+class StandInRequest:
+    """What is read of a vLLM request."""
+
+    request_id: str = "r"
+    num_prompt_tokens: int = 100
+    num_tokens: int = 100
+    num_computed_tokens: int = 0
+    block_hashes: list[bytes] = field(default_factory=lambda: [bytes([n] * 8) for n in range(6)])
+
+
+def facts(**options: Any) -> PoolFacts:
+    """An engine of one rank that loads and saves."""
+    return PoolFacts(
+        options=PoolOptions(lookup_deadline_s=5.0, lookup_wait_s=1.0, **options),
+        extra={},
+        loads=True,
+        saves=True,
+        block_size=BLOCK,
+        heads_split_over=1,
+        device_type="cpu",
+        dp_rank=0,
+        tp=1,
+        pp=1,
+        pcp=1,
+        lag=1,
+    )
+
+
+NAMESPACE = Namespace(
+    Fingerprint("m", "main", "n", "", "f", "float32", "", "MLA", BLOCK, "sha256", "0"),
+    Topology.replicated([["layer"]]),
+)
+
+
+class StandInPool:
+    """A store that has the first ``blocks`` blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = 4
+        self.asked = 0
+
+    def exist(self, keys: Sequence[str]) -> list[bool]:
+        """By the hash in the key."""
+        self.asked += 1
+        return [int(key.split("@")[3][:2], 16) < self.blocks for key in keys]
+
+
+@pytest.fixture
+def pool() -> StandInPool:
+    return StandInPool()
+
+
+@pytest.fixture
+def scheduler(pool: StandInPool) -> Iterator[PoolScheduler]:
+    lookup = Lookup(pool.exist, PoolStats("test"), 5.0)
+    half = PoolScheduler(facts(), lookup)
+    half.use(NAMESPACE)
+    yield half
+    half.close()
+
+
+def output(
+    new: Sequence[Any] = (),
+    cached: Sequence[Any] = (),
+    preempted: Sequence[str] = (),
+    **tokens: int,
+) -> Any:
+    """A SchedulerOutput. ``cached`` are (name, computed tokens, new blocks)."""
+    return SimpleNamespace(
+        num_scheduled_tokens=tokens,
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, _, _ in cached],
+            num_computed_tokens=[computed for _, computed, _ in cached],
+            new_block_ids=[(blocks,) for _, _, blocks in cached],
+            resumed_req_ids=set(),
+        ),
+        preempted_req_ids=set(preempted),
+    )
+
+
+def first_step(scheduler: PoolScheduler, request: StandInRequest) -> Any:
+    """Ask, allocate, and schedule the rest of the prompt; what the workers are told."""
+    tokens = scheduler.external_tokens(request, 0)
+    assert tokens is not None
+    scheduler.allocated(request, list(range(10, 17)), tokens)
+    new = SimpleNamespace(req_id="r", block_ids=([*range(10, 17)],), num_computed_tokens=tokens)
+    return scheduler.build_step(output([new], r=100 - tokens))
+
+
+def test_what_the_pool_has_is_loaded_and_the_rest_is_saved(scheduler: PoolScheduler) -> None:
+    request = StandInRequest()
+    step = first_step(scheduler, request)
+    (load,) = step.loads
+    assert (load.blocks, list(load.hashes)) == ((10, 11, 12, 13), request.block_hashes[:4])
+    assert not step.saves
+    request.num_computed_tokens = 100
+    assert scheduler.finished(request, ended_well=True)
+    last = scheduler.build_step(output())
+    assert [job.blocks for job in last.saves] == [(14, 15)]
+    assert last.ended == ["r"]
+    assert not scheduler.build_step(output()).ended
+
+
+def test_a_whole_prompt_is_loaded_but_for_its_last_token(
+    scheduler: PoolScheduler, pool: StandInPool
+) -> None:
+    pool.blocks = 6
+    request = StandInRequest(num_prompt_tokens=96, num_tokens=96)
+    assert scheduler.external_tokens(request, 0) == 95
+    scheduler.allocated(request, list(range(10, 16)), 95)
+    (load,) = scheduler.build_step(output()).loads
+    assert load.blocks == (10, 11, 12, 13, 14, 15)
+
+
+def test_what_is_there_locally_is_not_asked_for(scheduler: PoolScheduler) -> None:
+    assert scheduler.external_tokens(StandInRequest(), 3 * BLOCK) == BLOCK
+
+
+def test_a_failed_load_is_not_tried_again(scheduler: PoolScheduler) -> None:
+    """The store may go on saying that it has what it cannot give."""
+    request = StandInRequest()
+    first_step(scheduler, request)
+    assert scheduler.external_tokens(request, 0) == 0
+
+
+def test_a_preempted_request_may_load_again_and_saves_nothing_of_before(
+    scheduler: PoolScheduler,
+) -> None:
+    request = StandInRequest()
+    first_step(scheduler, request)
+    step = scheduler.build_step(output(preempted=["r"]))
+    assert step.preempted == ["r"]
+    assert not step.saves
+    assert scheduler.external_tokens(request, 0) == 4 * BLOCK
+
+
+def test_an_aborted_request_saves_nothing_and_holds_nothing(scheduler: PoolScheduler) -> None:
+    request = StandInRequest()
+    first_step(scheduler, request)
+    assert not scheduler.finished(request, ended_well=False)
+    step = scheduler.build_step(output())
+    assert (step.saves, step.ended) == ([], [])
+
+
+def test_unknown_and_repeated_ends_are_harmless(scheduler: PoolScheduler) -> None:
+    request = StandInRequest()
+    assert not scheduler.finished(request, ended_well=True)
+    first_step(scheduler, request)
+    assert scheduler.finished(request, ended_well=False) is False
+    assert not scheduler.finished(request, ended_well=True)
+
+
+def test_another_child_that_loads_is_not_doubled(scheduler: PoolScheduler) -> None:
+    """Field report 2.9: a child that was not chosen gets blocks and no tokens."""
+    request = StandInRequest()
+    assert scheduler.external_tokens(request, 0)
+    scheduler.allocated(request, list(range(10, 17)), 0)
+    assert not scheduler.build_step(output()).loads
+
+
+def test_nothing_is_asked_before_the_objects_have_names(pool: StandInPool) -> None:
+    lookup = Lookup(pool.exist, PoolStats("test"), 5.0)
+    half = PoolScheduler(facts(), lookup)
+    assert half.external_tokens(StandInRequest(), 0) == 0
+    assert not half.build_step(output()).saves
+    half.close()
+    assert not pool.asked
