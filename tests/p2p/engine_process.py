@@ -40,15 +40,16 @@ class Served:
         return self.finish(self.add(prompt, max_tokens, params))
 
     def finish(self, name: str) -> dict[str, Any]:
-        """Step until a request has ended; its answer, and the tokens scheduled meanwhile."""
-        scheduled = 0
+        """Step until a request has ended; its answer; tokens and preemptions meanwhile."""
+        scheduled = preempted = 0
         while not any(answer["id"] == name for answer in self._ended):
             assert self._llm.llm_engine.has_unfinished_requests(), "no answer"
             with recorded_schedule(self._engine._scheduler) as outputs:
                 self.step()
             scheduled += sum(output.total_num_scheduled_tokens for output in outputs)
+            preempted += sum(len(output.preempted_req_ids or ()) for output in outputs)
         number = [answer["id"] for answer in self._ended].index(name)
-        return {**self._ended.pop(number), "scheduled": scheduled}
+        return {**self._ended.pop(number), "scheduled": scheduled, "preempted": preempted}
 
     def add(
         self,
