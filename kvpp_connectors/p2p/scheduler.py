@@ -146,16 +146,23 @@ class DecodeScheduler:
             logger.error("request %s: computed here, %s", request.request_id, error)
             return
         self._courier.keep(request.request_id, offer)
-        if problem := self._mismatch(request, offer):
-            logger.error("request %s: computed here, %s", request.request_id, problem)
-            self._courier.release(request.request_id, "mismatch")
-            return
         self._offers[request.request_id] = offer
 
     def external_tokens(self, request: Any, computed: int) -> int:
-        """Prompt tokens beyond ``computed`` that can be pulled."""
+        """Prompt tokens beyond ``computed`` that can be pulled.
+
+        An offer is compared with its request here and not on arrival: for a request that its server
+        turns away vLLM sends one of a single token, which ends at once.
+        """
         offer = self._offers.get(request.request_id)
-        return max(0, offer.remote_num_tokens - computed) if offer else 0
+        if offer is None:
+            return 0
+        if problem := self._mismatch(request, offer):
+            logger.error("request %s: computed here, %s", request.request_id, problem)
+            del self._offers[request.request_id]
+            self._courier.release(request.request_id, "mismatch")
+            return 0
+        return max(0, offer.remote_num_tokens - computed)
 
     def allocated(self, request: Any, block_ids: list[int], tokens: int) -> None:
         """Blocks are there: pull ``tokens`` tokens, or nothing if all are here already."""
