@@ -21,7 +21,7 @@ from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
 from kvpp_connectors.p2p.offer import Offer
 from kvpp_connectors.p2p.plan import Incompatible, choose_sources, plan_reads
 from kvpp_connectors.p2p.reader_lease import PullFailed, ReaderLease
-from kvpp_connectors.p2p.reads import Outcome, ReadEngine, read_again
+from kvpp_connectors.p2p.reads import Outcome, ReadEngine, read_all
 from kvpp_connectors.p2p.sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
 from kvpp_connectors.p2p.wire import (
     TICKET,
@@ -252,7 +252,7 @@ class Puller:
             reads = plan_reads(regions, sources, there, here)
         except Incompatible as error:
             raise PullFailed("incompatible", str(error)) from error
-        return read_again(self._engine, reads, self._settings.window, stop)
+        return read_all(self._engine, reads, self._settings.window, stop)
 
     def _stop_for(self, pull: Pull, deadline: float) -> Callable[[], str | None]:
         def stop() -> str | None:

@@ -15,12 +15,11 @@ from typing import Protocol
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.transport import Read
 
-__all__ = ["Outcome", "ReadEngine", "read_again", "read_all"]
+__all__ = ["Outcome", "ReadEngine", "read_all"]
 
 logger = get_logger(__name__)
 
 _PAUSE = 0.0002  # seconds between two looks at the window
-_AT_ONCE = 1.0  # seconds: a failure within them is a connection that was dead before
 
 
 class ReadEngine(Protocol):
@@ -39,20 +38,6 @@ class Outcome:
 
     done_bytes: int
     problem: str | None
-
-
-def read_again(
-    engine: ReadEngine, reads: Sequence[Read], window: int, stop: Callable[[], str | None]
-) -> Outcome:
-    """`read_all`, once more if it fails at once: the transfer engine keeps connections to a peer
-    that has been away, and learns with the first read that they are dead.
-    """
-    started = time.monotonic()
-    outcome = read_all(engine, reads, window, stop)
-    if outcome.problem is None or stop() or time.monotonic() - started > _AT_ONCE:
-        return outcome
-    logger.warning("%s; trying once more over new connections", outcome.problem)
-    return read_all(engine, reads, window, stop)
 
 
 def read_all(

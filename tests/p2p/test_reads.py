@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.p2p.reads import Outcome, read_again, read_all
+from kvpp_connectors.p2p.reads import Outcome, read_all
 from kvpp_connectors.transport import Read
 from tests.p2p.conftest import Machine
 from tests.p2p.reading_process import CHUNK, EMPTY, Local, local_for, reading_process
@@ -232,27 +232,3 @@ def test_a_peer_that_stands_still_ends_the_reads_in_time_and_cannot_write_later(
         server.go_on()
         reader.go_on()
         assert reader.says() == {"fresh read": None, "late bytes": 0}
-
-
-@pytest.mark.parametrize(
-    ("second", "problem"),
-    [((1, True), None), ((0, False), "a read of 1 bytes from peer:1 failed")],
-    ids=["and is there", "and fails again"],
-)
-def test_a_read_that_fails_at_once_is_tried_once_more(
-    second: tuple[int, bool], problem: str | None
-) -> None:
-    """Field report 2.7: connections to a peer that has been away are dead at their first use."""
-    engine = SimulatedEngine([(0, False), second])
-    outcome = read_again(engine, simulated_reads(1), 4, forever)
-    assert outcome.problem == problem
-    assert len(engine.submitted) == 2
-
-
-def test_a_read_is_not_tried_again_for_a_request_that_is_over() -> None:
-    """The reason to stop comes before the second try."""
-    reasons = iter([None, None, "the request was aborted"])
-    engine = SimulatedEngine([(0, False), (0, True)])
-    outcome = read_again(engine, simulated_reads(1), 4, lambda: next(reasons, "over"))
-    assert outcome.problem is not None
-    assert len(engine.submitted) == 1

@@ -10,7 +10,10 @@ from pathlib import Path
 
 from tests.pool.master import Master, free_port, wait_until
 
-__all__ = ["StoreProcess"]
+__all__ = ["PATIENT", "StoreProcess"]
+
+# For engines that share two cores with the master: a call may starve longer than a pool may cost.
+PATIENT = {"MC_RPC_TIMEOUT_MS": "20000"}
 
 _START_S = 30.0
 

@@ -23,7 +23,7 @@ from tests.engine.harness import (
     start_engine,
 )
 from tests.pool.master import Master
-from tests.pool.store_process import StoreProcess
+from tests.pool.store_process import PATIENT, StoreProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -36,8 +36,17 @@ WHOLE = sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
 LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """Engines of this module wait for the master."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
-def pool() -> Iterator[StoreProcess]:
+def pool(patient: None) -> Iterator[StoreProcess]:
     """A master and a store that hold what engines save."""
     master = Master()
     store = StoreProcess(master, "512MB")
@@ -156,3 +165,21 @@ def test_a_lost_store_costs_time_only(model: Path, expected: list[list[int]], wa
     finally:
         store.stop()
         master.stop()
+
+
+@pytest.mark.parametrize("layerwise", [False, True], ids=["whole blocks", "layer by layer"])
+def test_engines_without_kvpp_share_over_their_ranks_and_never_with_kvpp(
+    model: Path, expected: list[list[int]], pool: StoreProcess, layerwise: bool
+) -> None:
+    """Property S11, field report 3.3. Two ranks that keep the same bytes share the saving; one rank
+    loads it all. An engine with KVPP finds nothing of it, and they nothing of what it saves.
+    """
+    config = transfer(pool, use_layerwise=layerwise, model_id=f"replicated {layerwise}")
+    for kvpp, tp, hits in (
+        (kvpp_off(), 2, 0),
+        (kvpp_on(), 2, 0),
+        (kvpp_off(), 1, LOADED),
+        (kvpp_on(), 2, LOADED),
+    ):
+        answers = run(model, kvpp, config, tp)
+        assert (tokens(answers), cached(answers)) == (expected, hits)
