@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix soak traffic lint wheel docs clean
+.PHONY: help setup demo test test-matrix soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes 
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)
+
+faults: $(VENV)/.ready ## kill, stop and cut off prefill and decode engines; needs an idle machine
+	@$(BIN)/python -m pytest -m faults tests/p2p $(ARGS)
 
 traffic: $(VENV)/.ready ## 200 requests with aborts through pool, prefill, decode and proxy
 	@$(BIN)/python -m tests.e2e $(ARGS)

@@ -23,7 +23,7 @@ from tests.p2p.engine_pair import PREFILL, TOKENS, Pair
 from tests.p2p.relay import Detour
 from tests.p2p.sides import eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.faults, pytest.mark.timeout(900)]
 
 BOUND = 45.0  # seconds, of every request
 PULLED = 2 * TOKENS  # scheduled tokens of an answer whose prompt was pulled: drafts count too
