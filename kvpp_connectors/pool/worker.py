@@ -29,6 +29,8 @@ __all__ = ["PoolWorker", "Ranks"]
 
 logger = get_logger(__name__)
 
+_CONNECT_S = 10.0  # at start-up, so that the first requests are saved, too
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -101,6 +103,10 @@ class PoolWorker:
             self._reader = BlockStore(self._backend, self._caches, self._staging())
             self._save_job = lambda namespace, job, copied: writer.save(
                 self._objects(namespace, job), copied
+            )
+        if not self._backend.wait_ready(_CONNECT_S):
+            logger.warning(
+                "no pool after %g s (%s); serving without it", _CONNECT_S, self._backend.reason
             )
         layout = self._kvpp.layout
         return PoolWorkerFacts(
