@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,20 @@ import torch
 from kvpp_connectors.log import get_logger
 from kvpp_core.errors import KvppError
 
-__all__ = ["PROTOCOLS", "Read", "TransferEngine", "default_protocol", "process_engine"]
+__all__ = [
+    "PROTOCOLS",
+    "SETTINGS",
+    "Read",
+    "TransferEngine",
+    "default_protocol",
+    "process_engine",
+    "set_environment",
+]
 
 logger = get_logger(__name__)
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
-_SETTINGS = {
+SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
@@ -47,13 +56,20 @@ def default_protocol(device_type: str) -> str:
     return {"cpu": "tcp", "cuda": "rdma", "npu": "ascend"}.get(device_type, "tcp")
 
 
+def set_environment(settings: Mapping[str, str], protocol: str) -> None:
+    """Give Mooncake its settings, before it reads them. What the environment has already is kept:
+    of two parts of a process the first one decides.
+    """
+    os.environ.update({k: v for k, v in settings.items() if k not in os.environ})
+    if protocol == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+
+
 class TransferEngine:
     """One engine: registers memory and reads from peers. Reads may come from several threads."""
 
     def __init__(self, host: str, protocol: str) -> None:
-        os.environ.update({k: v for k, v in _SETTINGS.items() if k not in os.environ})
-        if protocol == "tcp":
-            os.environ.setdefault("MC_FORCE_TCP", "1")
+        set_environment(SETTINGS, protocol)
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:

@@ -1,20 +1,18 @@
 """MemCache (memcache_hybrid) as a pool: whole objects, copied by the kind of their memory.
 
 Its settings are a file of its own, named by MMC_LOCAL_CONFIG_PATH. A scheduler's client only asks
-and holds no memory; a worker's client needs an NPU, its driver and CANN (docs/memcache.md).
+and holds no memory; a worker's client needs an NPU, its driver and CANN (docs/pool.md).
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.base import (
     Buffer,
     Outcome,
@@ -22,18 +20,14 @@ from kvpp_connectors.pool.backends.base import (
     Result,
     all_ended,
 )
-from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
-from kvpp_connectors.pool.backends.handle import Handle
+from kvpp_connectors.pool.backends.codes import CodeBook
+from kvpp_connectors.pool.backends.store import StoreBackend
 from kvpp_core.errors import KvppError
 
 __all__ = ["CONFIG_VARIABLE", "MemCacheBackend", "MemoryKind", "new_client"]
 
-logger = get_logger(__name__)
-
 CONFIG_VARIABLE = "MMC_LOCAL_CONFIG_PATH"
-_CLOSE_WAIT_S = 30.0
 _NO_SPACE_WAITS_S = (0.005, 0.010, 0.020, 0.040)  # it evicts in the background
-_PROBE = "kvpp-probe"  # a key that nobody saves
 _FULL_OR_ANY_ERROR = -1
 _BOOK = CodeBook(
     "MemCache",
@@ -81,10 +75,12 @@ class MemoryKind(Enum):
         return self.value[1]
 
 
-class MemCacheBackend:
-    """One client of a MemCache pool."""
+class MemCacheBackend(StoreBackend):
+    """One client of a MemCache pool. One that is not closed can crash the process at its end."""
 
     name = "memcache"
+    _book = _BOOK
+    _close_wait_s = 30.0
     packed = False  # its calls take the pieces of many objects at once
 
     def __init__(
@@ -104,54 +100,12 @@ class MemCacheBackend:
             environment: for MMC_LOCAL_CONFIG_PATH; the process's own if left out.
             client: makes a DistributedObjectStore; memcache_hybrid's if left out.
         """
+        super().__init__()
         self._kind = kind
         self._device_id = device_id
         self._moves_data = moves_data
         self._environment = os.environ if environment is None else environment
         self._new_client = client or new_client
-        self._handle: Handle[Any] = Handle("MemCache")
-        self._connecting = threading.Lock()
-        self._closing = threading.Event()
-        self._regions: dict[int, int] = {}  # address -> bytes
-
-    def connect(self) -> None:
-        """See Backend."""
-        with self._connecting:
-            if self._closing.is_set():
-                raise PoolUnavailable("the MemCache client is closed")
-            if not self._handle.ready:
-                client = self._set_up()
-                for address, size in self._regions.items():
-                    _register(client, address, size)
-                if not self._handle.set(client):
-                    client.close()
-            self.exist([_PROBE])
-
-    def register(self, address: int, size: int) -> None:
-        """See Backend. Does nothing for a scheduler's client, which it would crash."""
-        if not self._moves_data:
-            return
-        with self._connecting:
-            if self._regions.get(address) == size:
-                return
-            if self._handle.ready:
-                with self._handle.use() as client:
-                    _register(client, address, size)
-            self._regions[address] = size
-
-    def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See Backend."""
-        if not keys:
-            return []
-        with self._handle.use() as client:
-            try:
-                codes = ask(lambda: client.batch_is_exist(list(keys)), keys, "batch_is_exist")
-            except NoAnswer as error:
-                raise PoolUnavailable(f"MemCache: {error}") from error
-        wrong = [code for code in codes if code < 0]
-        if wrong:
-            raise PoolUnavailable(f"MemCache: {_BOOK.outcome(wrong[0])} ({len(keys)} keys)")
-        return [code == 1 for code in codes]
 
     def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
         """See Backend."""
@@ -162,13 +116,14 @@ class MemCacheBackend:
             return all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
         outcomes = [Outcome(Result.ALREADY_THERE)] * len(keys)
         missing = [i for i, found in enumerate(there) if not found]
-        for pause_s in (*_NO_SPACE_WAITS_S, None):
-            ended = self._put([keys[i] for i in missing], [buffers[i] for i in missing])
-            for i, outcome in zip(missing, ended, strict=True):
-                outcomes[i] = outcome
-            missing = [i for i in missing if outcomes[i].result is Result.NO_SPACE]
-            if not missing or pause_s is None or self._closing.wait(pause_s):
-                break
+        self._put_missing(
+            keys,
+            buffers,
+            outcomes,
+            missing,
+            _NO_SPACE_WAITS_S,
+            lambda outcome: outcome.result is Result.NO_SPACE,
+        )
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
@@ -184,15 +139,13 @@ class MemCacheBackend:
             return all_ended(keys, codes)
         return [Outcome(Result.LOADED) if code == 0 else _BOOK.of_load(code) for code in codes]
 
-    def close(self) -> None:
-        """See Backend. A client that is not closed can crash the process at its end."""
-        self._closing.set()
-        if not self._handle.close(lambda client: client.close(), _CLOSE_WAIT_S):
-            logger.warning(
-                "calls into MemCache did not end within %.0f s; its client stays open until this "
-                "process ends",
-                _CLOSE_WAIT_S,
-            )
+    @property
+    def _registers(self) -> bool:
+        """Not for a scheduler's client, which it would crash."""
+        return self._moves_data
+
+    def _refusal(self, outcome: Outcome, keys: int) -> str:
+        return f"MemCache: {outcome} ({keys} keys)"
 
     def _set_up(self) -> Any:
         path = self._environment.get(CONFIG_VARIABLE)
@@ -218,23 +171,16 @@ class MemCacheBackend:
             )
         return client
 
+    def _register(self, client: Any, address: int, size: int) -> None:
+        code = client.register_buffer(address, size)
+        if code != 0:
+            raise KvppError(
+                f"MemCache did not register {size:,} bytes at {address:#x}: {_BOOK.outcome(code)}"
+            )
+
     def _check_role(self, verb: str) -> None:
         if not self._moves_data:
             raise KvppError(f"a scheduler's MemCache client cannot {verb}: it holds no memory")
-
-    def _call(
-        self, keys: Sequence[str], what: str, call: Callable[[Any], object]
-    ) -> list[int] | Outcome:
-        """One code a key, or the outcome of all keys."""
-        if not keys:
-            return []
-        try:
-            with self._handle.use() as client:
-                return ask(lambda: call(client), keys, what)
-        except PoolUnavailable as error:
-            return Outcome(Result.UNAVAILABLE, words=str(error))
-        except NoAnswer as error:
-            return Outcome(Result.FAILED, words=str(error))
 
     def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
         starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
@@ -271,11 +217,3 @@ def _stored(code: int) -> Outcome:
         words = "no room; MemCache gives this code for some other errors of a save, too"
         return Outcome(Result.NO_SPACE, code, words)
     return _BOOK.outcome(code)
-
-
-def _register(client: Any, address: int, size: int) -> None:
-    code = client.register_buffer(address, size)
-    if code != 0:
-        raise KvppError(
-            f"MemCache did not register {size:,} bytes at {address:#x}: {_BOOK.outcome(code)}"
-        )

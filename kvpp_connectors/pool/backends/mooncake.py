@@ -11,13 +11,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.base import (
     Buffer,
     Outcome,
@@ -25,19 +22,15 @@ from kvpp_connectors.pool.backends.base import (
     Result,
     all_ended,
 )
-from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
-from kvpp_connectors.pool.backends.handle import Handle
+from kvpp_connectors.pool.backends.codes import CodeBook
 from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
-from kvpp_connectors.transport import TransferEngine
+from kvpp_connectors.pool.backends.store import StoreBackend
+from kvpp_connectors.transport import SETTINGS, TransferEngine, set_environment
 from kvpp_core.errors import KvppError
 
 __all__ = ["MooncakeBackend"]
 
-logger = get_logger(__name__)
-
-_CLOSE_WAIT_S = 10.0
 _MASTER_CONNECT_S = 1.0
-_PROBE = "kvpp-probe"  # a key that nobody saves
 _TRANSFER_FAILED, _LEASE_EXPIRED, _INVALID_ARGUMENT, _NO_SPACE = -800, -707, -600, -200
 _WORTH_A_RETRY = (_TRANSFER_FAILED, _LEASE_EXPIRED)
 _BOOK = CodeBook(
@@ -62,22 +55,23 @@ _BOOK = CodeBook(
 _TRIED = Outcome(Result.FAILED, words="about to be tried")
 # Mooncake's own bounds are 30 s for a stuck master or peer, and 90 s for a set-up.
 _ENVIRONMENT = {
-    "MC_LOG_LEVEL": "ERROR",
+    **SETTINGS,
     "MC_RPC_TIMEOUT_MS": "1000",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "60000",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TRANSFER_TIMEOUT": "30",
-    "MC_TCP_SLICE_SIZE": "262144",
 }
 
 
-class MooncakeBackend:
-    """One client of a Mooncake store."""
+class MooncakeBackend(StoreBackend):
+    """One client of a Mooncake store.
+
+    Clients of a master that came back join it by themselves, within 2 s. Closing takes 1 to 2 s.
+    """
 
     name = "mooncake"
+    _book = _BOOK
+    _close_wait_s = 10.0
 
     def __init__(
         self,
@@ -96,62 +90,17 @@ class MooncakeBackend:
             segment_bytes: memory to give to the pool; 0 for a scheduler, which only asks.
             engine: this process's transfer engine, if another connector has one.
         """
+        super().__init__()
         self._settings = settings
         self._host = settings.local_hostname or host
         self._protocol = settings.protocol or protocol
         self._segment_bytes = segment_bytes
         self._engine = engine
-        self._handle: Handle[Any] = Handle("Mooncake")
-        self._connecting = threading.Lock()
-        self._closing = threading.Event()
-        self._regions: dict[int, int] = {}  # address -> bytes
 
     @property
     def packed(self) -> bool:
         """Over tcp every piece costs a request of its own, so that packing is 5 times faster."""
         return self._protocol == "tcp"
-
-    def connect(self) -> None:
-        """See Backend. Clients of a master that came back join it by themselves, within 2 s."""
-        with self._connecting:
-            if self._closing.is_set():
-                raise PoolUnavailable("the Mooncake client is closed")
-            if not self._handle.ready:
-                client = self._set_up()
-                for address, size in self._regions.items():
-                    self._register(client, address, size)
-                if not self._handle.set(client):
-                    client.close()
-            self.exist([_PROBE])
-
-    def register(self, address: int, size: int) -> None:
-        """See Backend. Over tcp Mooncake copies to and from any memory of this process."""
-        if self._protocol == "tcp":
-            return
-        with self._connecting:
-            if self._regions.get(address) == size:
-                return
-            if self._handle.ready:
-                with self._handle.use() as client:
-                    self._register(client, address, size)
-            self._regions[address] = size
-
-    def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See Backend."""
-        if not keys:
-            return []
-        with self._handle.use() as client:
-            try:
-                codes = ask(lambda: client.batch_is_exist(list(keys)), keys, "batch_is_exist")
-            except NoAnswer as error:
-                raise PoolUnavailable(f"Mooncake: {error}") from error
-        wrong = [code for code in codes if code < 0]
-        if wrong:
-            outcome = _BOOK.outcome(wrong[0])
-            raise PoolUnavailable(
-                f"{outcome} (master {self._settings.master_server_address}, {len(keys)} keys)"
-            )
-        return [code == 1 for code in codes]
 
     def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
         """See Backend."""
@@ -164,13 +113,10 @@ class MooncakeBackend:
             for found, buffer in zip(there, buffers, strict=True)
         ]
         missing = [i for i, outcome in enumerate(outcomes) if outcome is _TRIED]
-        for pause_ms in (*self._settings.no_space_waits_ms, None):
-            ended = self._put([keys[i] for i in missing], [buffers[i] for i in missing])
-            for i, outcome in zip(missing, ended, strict=True):
-                outcomes[i] = outcome
-            missing = [i for i in missing if outcomes[i].code == _NO_SPACE]
-            if not missing or pause_ms is None or self._closing.wait(pause_ms / 1000):
-                break
+        pauses = [pause_ms / 1000 for pause_ms in self._settings.no_space_waits_ms]
+        self._put_missing(
+            keys, buffers, outcomes, missing, pauses, lambda outcome: outcome.code == _NO_SPACE
+        )
         self._verify(keys, outcomes)
         return outcomes
 
@@ -205,15 +151,13 @@ class MooncakeBackend:
             raise PoolUnavailable(f"the pool was not cleared: {_BOOK.outcome(removed)}")
         return removed
 
-    def close(self) -> None:
-        """See Backend. Takes Mooncake 1 to 2 s."""
-        self._closing.set()
-        if not self._handle.close(lambda client: client.close(), _CLOSE_WAIT_S):
-            logger.warning(
-                "calls into Mooncake did not end within %.0f s; its client stays open until this "
-                "process ends",
-                _CLOSE_WAIT_S,
-            )
+    @property
+    def _registers(self) -> bool:
+        """Over tcp Mooncake copies to and from any memory of this process."""
+        return self._protocol != "tcp"
+
+    def _refusal(self, outcome: Outcome, keys: int) -> str:
+        return f"{outcome} (master {self._settings.master_server_address}, {keys} keys)"
 
     def _register(self, client: Any, address: int, size: int) -> None:
         code = client.register_buffer(address, size)
@@ -224,12 +168,9 @@ class MooncakeBackend:
             )
 
     def _set_up(self) -> Any:
-        """A client that was set up; one that failed must not be touched again."""
         master = self._settings.master_server_address
         _check_master(master)
-        os.environ.update({k: v for k, v in _ENVIRONMENT.items() if k not in os.environ})
-        if self._protocol == "tcp":
-            os.environ.setdefault("MC_FORCE_TCP", "1")
+        set_environment(_ENVIRONMENT, self._protocol)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -260,29 +201,14 @@ class MooncakeBackend:
             )
         return client
 
-    def _call(
-        self, keys: Sequence[str], what: str, call: Callable[[Any], object]
-    ) -> list[int] | Outcome:
-        """One code a key, or the outcome of all keys."""
-        try:
-            with self._handle.use() as client:
-                return ask(lambda: call(client), keys, what)
-        except PoolUnavailable as error:
-            return Outcome(Result.UNAVAILABLE, words=str(error))
-        except NoAnswer as error:
-            return Outcome(Result.FAILED, words=str(error))
-
     def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        if not keys:
-            return []
-        names = list(keys)
+        names, starts_of, sizes_of = list(keys), *_pieces(buffers)
 
         def call(client: Any) -> object:
-            if all(len(buffer.sizes) == 1 for buffer in buffers):
-                starts, sizes = [b.addresses[0] for b in buffers], [b.sizes[0] for b in buffers]
+            if all(len(sizes) == 1 for sizes in sizes_of):
+                starts, sizes = [s for (s,) in starts_of], [s for (s,) in sizes_of]
                 config = self._replication(client, in_pieces=False)
                 return client.batch_put_from(names, starts, sizes, config)
-            starts_of, sizes_of = _pieces(buffers)
             config = self._replication(client, in_pieces=True)
             return client.batch_put_from_multi_buffers(names, starts_of, sizes_of, config)
 
@@ -323,15 +249,12 @@ class MooncakeBackend:
                 outcomes[i] = lost
 
     def _get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        if not keys:
-            return []
-        names = list(keys)
+        names, starts_of, sizes_of = list(keys), *_pieces(buffers)
 
         def call(client: Any) -> object:
-            if all(len(buffer.sizes) == 1 for buffer in buffers):
-                starts, sizes = [b.addresses[0] for b in buffers], [b.sizes[0] for b in buffers]
+            if all(len(sizes) == 1 for sizes in sizes_of):
+                starts, sizes = [s for (s,) in starts_of], [s for (s,) in sizes_of]
                 return client.batch_get_into(names, starts, sizes)
-            starts_of, sizes_of = _pieces(buffers)
             return client.batch_get_into_multi_buffers(
                 names, starts_of, sizes_of, self._settings.prefer_alloc_in_same_node
             )
