@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
@@ -20,12 +18,16 @@ from kvpp_connectors.p2p.settings import engine_facts
 from kvpp_connectors.p2p.wire import WorkerAddress
 from kvpp_connectors.p2p.worker import Ranks, WorkerSide
 from kvpp_connectors.registry import published
+from kvpp_connectors.shell import ConnectorShell, ended_well
 
 __all__ = ["MooncakeConnectorV2"]
 
 
-class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
+class MooncakeConnectorV2(ConnectorShell):
     """Prefill/decode disaggregation over Mooncake; decode pulls. docs/p2p_protocol.md."""
+
+    _stats_class = P2pConnectorStats
+    _prom_class = P2pPromMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -94,16 +96,10 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         """A request ended: whether its blocks must stay, and what decode is told."""
         if self._decode is not None:
             self._decode.ended(request)
-        if self._prefill is None or not _ended_well(request):
+        if self._prefill is None or not ended_well(request):
             return False, None
         params = self._prefill.finished(request, block_ids)
         return params is not None, params
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, where there may be several cache groups; we serve one."""
-        return self.request_finished(request, block_ids[0])
 
     # Worker half ------------------------------------------------------------------------------
 
@@ -121,28 +117,12 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.start(self._step())
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Pulls end before their request is scheduled: there is nothing to wait for."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Decode pulls: there is nothing to save."""
-
-    def wait_for_save(self) -> None:
-        """Decode pulls: there is nothing to save."""
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Leases that are over, pulls that have ended, pulls that failed."""
         assert self._worker is not None
         received, failed = self._worker.finished()
         sent = set(self._step().let_go)
         return KVConnectorTransferResults(sent, received, failed)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same for wrappers that ask in the older way."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed pulls; vLLM recomputes or fails by kv_load_failure_policy."""
@@ -161,18 +141,6 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         news, self._counted = counts - self._counted, counts
         return P2pConnectorStats.of(dict(news))
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> P2pConnectorStats:
-        """The class that adds them up."""
-        return P2pConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> P2pPromMetrics:
-        """Their export to Prometheus."""
-        return P2pPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
     def shutdown(self) -> None:
         """Leave no thread and no port behind."""
         for part in (self._prefill, self._decode, self._worker):
@@ -183,13 +151,6 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _ended_well(request: Any) -> bool:
-    """Whether the prompt was computed to its end; an aborted request offers nothing."""
-    from vllm.v1.request import RequestStatus
-
-    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def _ranks() -> Ranks:

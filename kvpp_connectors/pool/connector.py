@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
-    SupportsHMA,
 )
 
 from kvpp_connectors.log import get_logger
@@ -23,14 +21,18 @@ from kvpp_connectors.pool.settings import PoolFacts, name_objects, pool_facts
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.worker import PoolWorker, Ranks
 from kvpp_connectors.registry import published
+from kvpp_connectors.shell import ConnectorShell, ended_well
 
 __all__ = ["AscendStoreConnector"]
 
 logger = get_logger(__name__)
 
 
-class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class AscendStoreConnector(ConnectorShell):
     """A prefix cache in a pool that engines share. docs/pool.md."""
+
+    _stats_class = PoolConnectorStats
+    _prom_class = PoolPromMetrics
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -86,13 +88,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ended: whether its blocks must stay until they are saved."""
         assert self._scheduler is not None
-        return self._scheduler.finished(request, _ended_well(request)), None
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same, where there may be several cache groups; we serve one."""
-        return self.request_finished(request, block_ids[0])
+        return self._scheduler.finished(request, ended_well(request)), None
 
     # Worker half ------------------------------------------------------------------------------
 
@@ -115,26 +111,10 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._worker is not None
         self._worker.start(self._step())
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Whole blocks are there before the model runs: there is nothing to wait for."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Whole blocks are saved once their step has ended: nothing to do here."""
-
-    def wait_for_save(self) -> None:
-        """Saves do not hold the step."""
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose blocks are saved, whose load has ended, whose load has failed."""
         assert self._worker is not None
         return KVConnectorTransferResults(*self._worker.finished())
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same for wrappers that ask in the older way."""
-        results = self.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that did not come; vLLM recomputes or fails by kv_load_failure_policy."""
@@ -146,18 +126,6 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> PoolConnectorStats | None:
         """Counters since the last call; None if nothing happened."""
         return PoolConnectorStats.of(self._stats.drain())
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolConnectorStats:
-        """The class that adds them up."""
-        return PoolConnectorStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> PoolPromMetrics:
-        """Their export to Prometheus."""
-        return PoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Leave no thread behind."""
@@ -178,13 +146,6 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolStep)
         return metadata
-
-
-def _ended_well(request: Any) -> bool:
-    """Whether all its tokens were computed; of an aborted one's last step that is not known."""
-    from vllm.v1.request import RequestStatus
-
-    return request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 def _host() -> str:

@@ -28,6 +28,7 @@ MAY_IMPORT_VLLM = {
         for name in ("connector", "messages", "metrics")
     ),
     "kvpp_connectors.multi.connector",
+    "kvpp_connectors.shell",  # what the connectors have in common
 }
 
 # One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
