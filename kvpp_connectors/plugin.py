@@ -11,7 +11,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["CONNECTORS", "MULTI", "connectors_concern_us", "register"]
+__all__ = ["CONNECTORS", "MULTI", "children_of", "connectors_concern_us", "register"]
 
 _MARK = "__kvpp_wrapped__"
 CONNECTORS = {  # name, its module
@@ -65,12 +65,18 @@ def connectors_concern_us(transfer: Any) -> bool:
     """Whether the connector, or a child of a MultiConnector, is ours."""
     if transfer is None:
         return False
-    names = [transfer.kv_connector]
-    if transfer.kv_connector == "MultiConnector":
-        listed = transfer.kv_connector_extra_config.get("connectors")
-        children = listed if isinstance(listed, list) else ()
-        names = [child.get("kv_connector") for child in children if isinstance(child, dict)]
-    return any(name in CONNECTORS for name in names)
+    if transfer.kv_connector != "MultiConnector":
+        return transfer.kv_connector in CONNECTORS
+    children = (child for _, child in children_of(transfer) if isinstance(child, dict))
+    return any(child.get("kv_connector") in CONNECTORS for child in children)
+
+
+def children_of(transfer: Any) -> list[tuple[str, Any]]:
+    """(path, what stands there) of each child of a MultiConnector, in order."""
+    listed = transfer.kv_connector_extra_config.get("connectors")
+    path = "kv_transfer_config.kv_connector_extra_config.connectors"
+    found = listed if isinstance(listed, list) else []
+    return [(f"{path}[{index}]", child) for index, child in enumerate(found)]
 
 
 def _concerns_us(vllm_config: Any) -> bool:

@@ -8,7 +8,7 @@ keep the ones they wait for from running.
 from __future__ import annotations
 
 import os
-from functools import partialmethod
+from functools import cache, partialmethod
 
 from kvpp_connectors.log import get_logger
 
@@ -19,10 +19,14 @@ logger = get_logger(__name__)
 SPIN_S = 0.002  # between two messages; then the rank sleeps until it is told of the next one
 
 
+@cache  # once a process: an engine of one rank runs in its own, and there may be several
 def sleep_soon(ranks: int) -> None:
-    """Let this process's readers of message queues sleep, unless cores abound for ``ranks``."""
+    """Let this process's readers of message queues sleep, unless cores abound for ``ranks``.
+
+    A rank alone has no queue.
+    """
     cores = len(os.sched_getaffinity(0))
-    if cores > 2 * ranks:
+    if ranks == 1 or cores > 2 * ranks:
         return
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 

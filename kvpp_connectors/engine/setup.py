@@ -16,8 +16,8 @@ from kvpp_connectors.config import Settings, read_settings
 from kvpp_connectors.engine import hooks, profile
 from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.multi.composition import check_composition, children_of
-from kvpp_connectors.plugin import CONNECTORS, MULTI, connectors_concern_us
+from kvpp_connectors.multi.composition import check_composition
+from kvpp_connectors.plugin import CONNECTORS, MULTI, children_of, connectors_concern_us
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, POOL, check
 from kvpp_core.errors import KvppError
@@ -152,20 +152,16 @@ def _check_connector(transfer: Any) -> list[Problem]:
     if not connectors_concern_us(transfer):
         return []
     if transfer.kv_connector in CONNECTORS:
-        given = {name: getattr(transfer, name) for name in _SETTINGS}
-        return _check_settings(given, "kv_transfer_config")
+        extra = transfer.kv_connector_extra_config
+        return _check_settings(transfer.kv_connector, extra, "kv_transfer_config")
     known = tuple(field.name for field in fields(transfer))
     return check_composition(transfer, known, _check_settings)
 
 
-_SETTINGS = ("kv_connector", "kv_connector_extra_config")
-
-
-def _check_settings(given: Mapping[str, Any], path: str) -> list[Problem]:
+def _check_settings(name: str, extra: Any, path: str) -> list[Problem]:
     """What is wrong with one connector's extra config."""
-    extra = given.get("kv_connector_extra_config") or {}
     try:
-        _read_settings_of(given["kv_connector"], extra)
+        _read_settings_of(name, extra)
     except KvppError as error:
         return [
             Problem(

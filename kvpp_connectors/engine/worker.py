@@ -206,11 +206,10 @@ class KvppWorkerMixin:
             ),
         )
         self._kvpp_history = BlockHistory(self._kvpp_block_size)
-        targets = [c.name for bundle in layout.placement.bundles for c in bundle.components]
         self._kvpp_layer_of = {
             c.name: bundle.layer for bundle in layout.placement.bundles for c in bundle.components
         }
-        hooks.hook_layers(layers, targets, self._kvpp_acquire)
+        hooks.hook_layers(layers, self._kvpp_layer_of, self._kvpp_acquire)
         self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
         self._kvpp_pipeline = pipeline
         logger.info(

@@ -9,37 +9,31 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvpp_connectors.config import nearest
+from kvpp_connectors.plugin import children_of
 from kvpp_connectors.problems import Problem
 
-__all__ = ["check_composition", "children_of"]
+__all__ = ["check_composition"]
 
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
 
-def children_of(transfer: Any) -> list[tuple[str, Any]]:
-    """(path, what stands there) of each child of a MultiConnector, in order."""
-    listed = transfer.kv_connector_extra_config.get("connectors")
-    path = "kv_transfer_config.kv_connector_extra_config.connectors"
-    found = listed if isinstance(listed, list) else []
-    return [(f"{path}[{index}]", child) for index, child in enumerate(found)]
-
-
 def check_composition(
-    transfer: Any, known: tuple[str, ...], check_settings: Callable[[Any, str], list[Problem]]
+    transfer: Any, known: tuple[str, ...], check_settings: Callable[[str, Any, str], list[Problem]]
 ) -> list[Problem]:
     """All problems of a MultiConnector's children; names each by its place in the list.
 
     Args:
         transfer: the wrapper's KVTransferConfig.
         known: the keys of a KVTransferConfig.
-        check_settings: checks a child's own settings, given as an object, under a path.
+        check_settings: checks a connector's own settings: its type, the settings, its path.
     """
     children = children_of(transfer)
     problems = [p for path, child in children for p in _child_problems(path, child, known)]
     problems += _repeated(children)
     for path, child in children:
         if isinstance(child, Mapping) and not any(p.option.startswith(path) for p in problems):
-            problems += check_settings(child, path)
+            extra = child.get("kv_connector_extra_config") or {}
+            problems += check_settings(child["kv_connector"], extra, path)
     return problems
 
 
@@ -72,7 +66,7 @@ def _child_problems(path: str, child: object, known: tuple[str, ...]) -> Iterato
             repr(child["kv_load_failure_policy"]), "vLLM asks the wrapper alone.",
             "Give kv_transfer_config.kv_load_failure_policy instead.",
         )  # fmt: skip
-    for key in sorted(set(map(str, child)) - {*known, "kv_load_failure_policy", "engine_id"}):
+    for key in sorted(set(map(str, child)) - set(known)):
         yield Problem(
             "child-keys", f"{path}.{key}", repr(child.get(key)), "There is no such key.",
             nearest(key, known),
