@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpp_connectors.p2p.control import ControlClient
+from kvpp_connectors.p2p.control import ask_once
 from kvpp_connectors.p2p.offer import BadOffer, read_offer
 from kvpp_connectors.p2p.wire import Describe, Description, Release, Released
 from kvpp_core.errors import KvppError
@@ -43,12 +43,8 @@ def release(
         PeerUnreachable: no answer within ``timeout`` seconds.
     """
     offer = read_offer(params)
-    client = ControlClient(offer.remote_host, offer.remote_port, key, timeout)
-    try:
-        details = offer.kvpp
-        reply = client.ask(Release(details.transfer_id, details.generation, reason), attempts=1)
-    finally:
-        client.close()
+    told = Release(offer.kvpp.transfer_id, offer.kvpp.generation, reason)
+    reply = ask_once(offer.remote_host, offer.remote_port, key, timeout, told, attempts=1)
     return isinstance(reply, Released)
 
 
@@ -59,11 +55,7 @@ def describe(host: str, port: int, key: bytes | None = None, timeout: float = 5.
         PeerUnreachable: no answer in time, or it refused the message.
         KvppError: it answered something else.
     """
-    client = ControlClient(host, port, key, timeout)
-    try:
-        reply = client.ask(Describe())
-    finally:
-        client.close()
+    reply = ask_once(host, port, key, timeout, Describe())
     if not isinstance(reply, Description):
-        raise KvppError(f"{client.name} is no prefill worker; it answered {reply}")
+        raise KvppError(f"{host}:{port} is no prefill worker; it answered {reply}")
     return reply

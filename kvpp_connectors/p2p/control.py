@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 
 import zmq
 
@@ -25,7 +26,7 @@ from kvpp_connectors.p2p.wire import (
 )
 from kvpp_core.errors import KvppError
 
-__all__ = ["ControlClient", "ControlServer", "PeerUnreachable"]
+__all__ = ["ControlClient", "ControlServer", "PeerUnreachable", "ask_once"]
 
 logger = get_logger(__name__)
 
@@ -200,6 +201,18 @@ class ControlClient:
                 raise
             refusal = self._codec.read_reply(frame, bytes(16))
             raise WireError("refused", getattr(refusal, "reason", "unexpected reply")) from error
+
+
+def ask_once(
+    host: str, port: int, key: bytes | None, timeout: float, request: Request, attempts: int = 2
+) -> Reply:
+    """The reply to ``request``, over a connection of its own.
+
+    Raises:
+        PeerUnreachable: see `ControlClient.ask`.
+    """
+    with closing(ControlClient(host, port, key, timeout)) as client:
+        return client.ask(request, attempts)
 
 
 def _address(host: str, port: int) -> str:

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
+from kvpp_connectors.p2p.control import PeerUnreachable, ask_once
 from kvpp_connectors.p2p.offer import Offer
 from kvpp_connectors.p2p.wire import Granted, Release, Renew, Reply, Request
 
@@ -134,13 +134,10 @@ class Courier:
         if peer in silent:
             self.not_reached += 1
             return None
-        client = ControlClient(offer.remote_host, offer.remote_port, self._key, self._timeout)
         try:
-            return client.ask(message, attempts=1)
+            return ask_once(*peer, self._key, self._timeout, message, attempts=1)
         except PeerUnreachable as error:
             self.not_reached += 1
             silent.add(peer)
             logger.warning("transfer %s: %s", offer.kvpp.transfer_id, error)
             return None
-        finally:
-            client.close()

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
+from kvpp_connectors.p2p.control import PeerUnreachable, ask_once
 from kvpp_connectors.p2p.offer import Offer
 from kvpp_connectors.p2p.plan import Incompatible, choose_sources, plan_reads
 from kvpp_connectors.p2p.reader_lease import PullFailed, ReaderLease
@@ -284,21 +284,19 @@ class Puller:
         return found
 
     def _describe(self, address: WorkerAddress) -> Description:
-        client = ControlClient(
-            address.host, address.port, self._settings.key, self._settings.control_timeout
-        )
+        settings, name = self._settings, f"{address.host}:{address.port}"
         try:
-            reply = client.ask(Describe())
+            reply = ask_once(
+                address.host, address.port, settings.key, settings.control_timeout, Describe()
+            )
         except PeerUnreachable as error:
             raise PullFailed("unreachable", str(error)) from error
-        finally:
-            client.close()
         if not isinstance(reply, Description):
-            raise PullFailed("refused", f"{client.name} answered describe with {reply}")
+            raise PullFailed("refused", f"{name} answered describe with {reply}")
         if reply.epoch != address.epoch:
             raise PullFailed(
                 "restarted",
-                f"the worker at {client.name} was restarted since the request was prefilled",
+                f"the worker at {name} was restarted since the request was prefilled",
             )
         return reply
 

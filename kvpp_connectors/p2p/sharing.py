@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
+from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable, ask_once
 from kvpp_connectors.p2p.plan import split_shares
 from kvpp_connectors.p2p.wire import (
     Describe,
@@ -269,13 +269,10 @@ class Sharing:
         """What a rank keeps, or why its share cannot be taken."""
         if (known := self._met.get(address)) is not None:
             return known, None
-        client = ControlClient(address.host, address.port, self._key, self._timeout)
         try:
-            peer = client.ask(Describe())
+            peer = ask_once(address.host, address.port, self._key, self._timeout, Describe())
         except PeerUnreachable as error:
             return None, str(error)
-        finally:
-            client.close()
         if not isinstance(peer, Description):
             return None, f"answered describe with {peer}"
         if peer.epoch != address.epoch or _shapes(peer) != _shapes(self._own):
