@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Connector", "Launch", "launch_from_vllm"]
+__all__ = ["Connector", "Launch", "kv_cache_dtype", "launch_from_vllm"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,12 @@ def launch_from_vllm(config: Any) -> Launch:
         kv_sharing_fast_prefill=config.cache_config.kv_sharing_fast_prefill,
         connector=_connector(transfer) if transfer and transfer.kv_connector else None,
     )
+
+
+def kv_cache_dtype(config: Any) -> str:
+    """The KV cache's dtype: "auto" means the model's, which may differ between two engines."""
+    named = str(config.cache_config.cache_dtype)
+    return str(config.model_config.dtype) if named == "auto" else named
 
 
 def _connector(transfer: Any) -> Connector:

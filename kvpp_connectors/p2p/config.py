@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpp_connectors.config import nearest
+from kvpp_connectors.host import own_host
 from kvpp_core.errors import KvppError
 
 __all__ = ["KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]
@@ -102,12 +103,7 @@ def read_key(options: P2pOptions) -> bytes | None:
 
 def listening_host(options: P2pOptions) -> str:
     """The address to bind and to publish: never all interfaces."""
-    if options.host:
-        return options.host
-    from vllm.utils.network_utils import get_ip
-
-    found: str = get_ip()
-    return "127.0.0.1" if found in ("0.0.0.0", "::") else found
+    return options.host or own_host()
 
 
 def _complaint(path: str, detail: Any) -> str:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvpp_connectors.launch import kv_cache_dtype
 from kvpp_connectors.p2p.config import P2pOptions, listening_host, read_key, read_options
 
 __all__ = ["EngineFacts", "engine_facts"]
@@ -68,19 +69,13 @@ def engine_facts(vllm_config: Any) -> EngineFacts:
         key=read_key(options),
         model=_model_identity(vllm_config.model_config, options.model_id),
         block_size=vllm_config.cache_config.block_size,
-        kv_cache_dtype=_cache_dtype(vllm_config),
+        kv_cache_dtype=kv_cache_dtype(vllm_config),
         device_type=vllm_config.device_config.device_type,
         dp_rank=parallel.data_parallel_rank,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         pcp=parallel.prefill_context_parallel_size,
     )
-
-
-def _cache_dtype(vllm_config: Any) -> str:
-    """ "auto" means the model's dtype, which may differ between the sides."""
-    named = str(vllm_config.cache_config.cache_dtype)
-    return str(vllm_config.model_config.dtype) if named == "auto" else named
 
 
 def _model_identity(model: Any, model_id: str | None) -> str:

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 
+from kvpp_connectors.host import own_host
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.make import make_backend
 from kvpp_connectors.pool.config import IDLE_KEYS
@@ -17,7 +18,7 @@ from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import PoolStep, PoolWorkerFacts
 from kvpp_connectors.pool.metrics import PoolConnectorStats, PoolPromMetrics
 from kvpp_connectors.pool.scheduler import PoolScheduler
-from kvpp_connectors.pool.settings import PoolFacts, name_objects, pool_facts
+from kvpp_connectors.pool.settings import name_objects, pool_facts
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.worker import PoolWorker, Ranks
 from kvpp_connectors.registry import published
@@ -136,9 +137,9 @@ class AscendStoreConnector(ConnectorShell):
             self._backend.close()
 
     def _connect(self, *, device: int | None) -> GuardedBackend:
-        facts: PoolFacts = self._facts
+        facts = self._facts
         backend = make_backend(
-            facts.options.backend, facts.extra, _host(), facts.device_type, device=device
+            facts.options.backend, facts.extra, own_host(), facts.device_type, device=device
         )
         return GuardedBackend(backend, self._stats)
 
@@ -146,13 +147,6 @@ class AscendStoreConnector(ConnectorShell):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolStep)
         return metadata
-
-
-def _host() -> str:
-    from vllm.utils.network_utils import get_ip
-
-    host: str = get_ip()
-    return host
 
 
 def _ranks() -> Ranks:

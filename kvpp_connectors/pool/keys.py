@@ -52,7 +52,8 @@ class SpeculativeCache:
     method: str
     model: str
     weights: str  # as Fingerprint.weights
-    components: tuple[tuple[str, int], ...]  # name, bytes per block
+    components: tuple[tuple[str, int], ...]  # name, bytes per block; known with KVPP
+    numbers: str = ""  # digest of the draft's configuration: see model_numbers
 
 
 @dataclass(frozen=True, slots=True)

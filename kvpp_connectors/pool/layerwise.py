@@ -8,19 +8,15 @@ the blocks are reported as invalid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
-from kvpp_connectors.pool.backends.base import Backend, Outcome, Result, all_ended
+from kvpp_connectors.pool.backends.base import Backend, Outcome, Result
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
-from kvpp_connectors.pool.objects import (
-    BlockObject,
-    BlockStore,
-    Staging,
-)
+from kvpp_connectors.pool.objects import BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
@@ -55,13 +51,15 @@ class LayerStores:
         self, namespace: Namespace, shard: Shard, layer: LayerId, jobs: Sequence[BlockJob]
     ) -> list[Outcome]:
         """Load one layer of all blocks of ``jobs``, one outcome each."""
-        return self._stores[layer].load(_objects(namespace, shard, layer, jobs))
+        return self._stores[layer].load(
+            [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
+        )
 
     def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
         """Save all layers of a job's blocks, then the marks of those that are whole."""
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
-            outcomes = store.save(_objects(namespace, shard, layer, [job]))
+            outcomes = store.save(job.objects(_key_of(namespace, shard, layer)))
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
         keys = [
             namespace.commit_key(found, shard)
@@ -116,12 +114,6 @@ class StepLoads:
         if fence is not None and not fence.done():
             self._invalid_blocks |= {block for job in self._jobs for block in job.blocks}
 
-    def wait_for(self, layer: int) -> None:
-        """Wait for a layer's load, where no broadcast does."""
-        self.reached(layer)
-        if layer in self._fences:
-            wait([self._fences[layer]])
-
     def settle(self) -> None:
         """Wait until no load writes any more; the step and its fences are over."""
         if self._waiting:
@@ -152,7 +144,7 @@ class StepLoads:
         """On the thread: load a layer, name the blocks that did not come, complete its fence."""
         assert self._stores is not None and self._namespace is not None
         blocks = [block for job in self._jobs for block in job.blocks]
-        outcomes = all_ended([str(block) for block in blocks], _NOT_RUN)
+        outcomes = [_NOT_RUN] * len(blocks)
         try:
             outcomes = self._stores.load(self._namespace, self._shard, layer, self._jobs)
         finally:
@@ -164,11 +156,6 @@ class StepLoads:
                 fence.set_result(None)
 
 
-def _objects(
-    namespace: Namespace, shard: Shard, layer: LayerId, jobs: Iterable[BlockJob]
-) -> list[BlockObject]:
-    return [
-        BlockObject(namespace.layer_key(found, shard, layer), block)
-        for job in jobs
-        for block, found in zip(job.blocks, job.hashes, strict=True)
-    ]
+def _key_of(namespace: Namespace, shard: Shard, layer: LayerId) -> Callable[[bytes], str]:
+    """The key of a layer of the block with a given hash."""
+    return lambda block_hash: namespace.layer_key(block_hash, shard, layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -10,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpp_connectors.pool.keys import Namespace
+from kvpp_connectors.pool.objects import BlockObject
 from kvpp_core.manifest import Manifest
 
 __all__ = ["BlockJob", "PoolStep", "PoolWorkerFacts"]
@@ -21,7 +23,7 @@ class PoolWorkerFacts(KVConnectorHandshakeMetadata):
 
     layers: tuple[str, ...]  # names of its caches
     manifest: Manifest | None  # of its group; None without KVPP
-    has_drafts: bool
+    drafts: tuple[tuple[str, int], ...] = ()  # its draft caches: name, bytes per block; with KVPP
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,13 @@ class BlockJob:
     request_id: str
     blocks: tuple[int, ...]
     hashes: tuple[bytes, ...]
+
+    def objects(self, key: Callable[[bytes], str]) -> list[BlockObject]:
+        """The blocks as objects; ``key`` gives the key of a block's hash."""
+        return [
+            BlockObject(key(block_hash), block)
+            for block, block_hash in zip(self.blocks, self.hashes, strict=True)
+        ]
 
 
 @dataclass

@@ -47,8 +47,10 @@ class PoolScheduler:
 
     def external_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond ``computed`` that the pool has; None: not known yet."""
+        if request.request_id in self._tried:
+            return 0
         keys = self._keys_beyond(request, computed)
-        if not keys or request.request_id in self._tried:
+        if not keys:
             return 0
         hit = self._lookup.ask(request.request_id, keys, self._facts.options.lookup_wait_s)
         if hit is None:
@@ -108,10 +110,6 @@ class PoolScheduler:
         if tracked.holds:
             self._ended.append(name)
         return tracked.holds
-
-    def counts(self) -> dict[str, int]:
-        """What is going on now."""
-        return {"requests": len(self._tracked), "lookups_waiting": self._lookup.waiting}
 
     def close(self) -> None:
         """End the lookups."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpp_connectors.launch import kv_cache_dtype
 from kvpp_connectors.pool.config import PoolOptions, read_pool_options
 from kvpp_connectors.pool.keys import (
     Fingerprint,
@@ -34,10 +35,6 @@ class PoolFacts:
     block_size: int  # tokens
     heads_split_over: int  # TP ranks that keep different heads; 1 for MLA
     device_type: str
-    dp_rank: int
-    tp: int
-    pp: int
-    pcp: int
     lag: int  # steps that the scheduler runs ahead of its workers' answers
 
 
@@ -58,10 +55,6 @@ def pool_facts(vllm_config: Any) -> PoolFacts:
         block_size=vllm_config.cache_config.block_size,
         heads_split_over=1 if vllm_config.model_config.use_mla else parallel.tensor_parallel_size,
         device_type=vllm_config.device_config.device_type,
-        dp_rank=parallel.data_parallel_rank,
-        tp=parallel.tensor_parallel_size,
-        pp=parallel.pipeline_parallel_size,
-        pcp=parallel.prefill_context_parallel_size,
         lag=vllm_config.max_concurrent_batches,
     )
 
@@ -85,34 +78,36 @@ def name_objects(
     ordered = [stages[stage] for stage in sorted(stages)]
     manifests = [worker.manifest for worker in ordered if worker.manifest is not None]
     if manifests:
-        drafts = [stage for stage in sorted(stages) if stages[stage].has_drafts]
+        drafts = [stage for stage in sorted(stages) if stages[stage].drafts]
         topology = Topology.kvpp(manifests, drafts)
     else:
         topology = Topology.replicated([w.layers for w in ordered], facts.heads_split_over)
-    return Namespace(_fingerprint(vllm_config, kv_cache_config, facts), topology)
+    speculative = _speculative(
+        vllm_config.speculative_config,
+        tuple(draft for worker in ordered for draft in worker.drafts),
+    )
+    return Namespace(_fingerprint(vllm_config, kv_cache_config, facts, speculative), topology)
 
 
-def _fingerprint(vllm_config: Any, kv_cache_config: Any, facts: PoolFacts) -> Fingerprint:
+def _fingerprint(
+    vllm_config: Any, kv_cache_config: Any, facts: PoolFacts, speculative: SpeculativeCache | None
+) -> Fingerprint:
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    specs = _specs(kv_cache_config)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return Fingerprint(
         model=facts.options.model_id or str(model.model),
         revision=str(model.revision or "main"),
         numbers=model_numbers(model.hf_text_config.to_dict()),
         weights=weights_identity(Path(model.model)),
         model_dtype=str(model.dtype),
-        kv_cache_dtype=str(model.dtype) if cache.cache_dtype == "auto" else str(cache.cache_dtype),
+        kv_cache_dtype=kv_cache_dtype(vllm_config),
         quantization=str(model.quantization or ""),
         cache_layout=" ".join(sorted({_layout(spec) for spec in specs})),
         block_size=facts.block_size,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=hash_seed(str(cache.prefix_caching_hash_algo), os.environ),
-        speculative=_speculative(vllm_config.speculative_config),
+        speculative=speculative,
     )
-
-
-def _specs(kv_cache_config: Any) -> Sequence[Any]:
-    return [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
 
 
 def _layout(spec: Any) -> str:
@@ -120,7 +115,7 @@ def _layout(spec: Any) -> str:
     return f"{type(spec).__name__}:{spec.page_size_bytes}"
 
 
-def _speculative(config: Any) -> SpeculativeCache | None:
+def _speculative(config: Any, components: tuple[tuple[str, int], ...]) -> SpeculativeCache | None:
     if config is None or config.draft_model_config is None:
         return None
     draft = config.draft_model_config
@@ -128,5 +123,6 @@ def _speculative(config: Any) -> SpeculativeCache | None:
         method=str(config.method),
         model=str(draft.model),
         weights=weights_identity(Path(draft.model)),
-        components=(("numbers", int(model_numbers(draft.hf_text_config.to_dict()), 16)),),
+        components=components,
+        numbers=model_numbers(draft.hf_text_config.to_dict()),
     )

@@ -18,7 +18,7 @@ from kvpp_connectors.pool.guard import GuardedBackend
 from kvpp_connectors.pool.keys import Namespace, Shard
 from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.messages import BlockJob, PoolStep, PoolWorkerFacts
-from kvpp_connectors.pool.objects import BlockObject, BlockStore, Staging
+from kvpp_connectors.pool.objects import BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.settings import PoolFacts
 from kvpp_connectors.pool.stats import PoolStats
@@ -102,17 +102,20 @@ class PoolWorker:
             writer = BlockStore(self._backend, self._caches, self._staging())
             self._reader = BlockStore(self._backend, self._caches, self._staging())
             self._save_job = lambda namespace, job, copied: writer.save(
-                self._objects(namespace, job), copied
+                job.objects(self._key(namespace)), copied
             )
         if not self._backend.wait_ready(_CONNECT_S):
             logger.warning(
                 "no pool after %g s (%s); serving without it", _CONNECT_S, self._backend.reason
             )
         layout = self._kvpp.layout
+        drafts = layout.placement.drafts if layout is not None else ()
         return PoolWorkerFacts(
             layers=tuple(kv_caches),
             manifest=self._kvpp.manifest,
-            has_drafts=layout is not None and bool(layout.placement.drafts),
+            drafts=tuple(
+                (c.name, c.bytes_per_block) for bundle in drafts for c in bundle.components
+            ),
         )
 
     def start(self, step: PoolStep) -> None:
@@ -239,13 +242,11 @@ class PoolWorker:
     def _load(self, namespace: Namespace, job: BlockJob) -> list[Outcome]:
         if self._reader is None:
             return []
-        return self._reader.load(self._objects(namespace, job))
+        return self._reader.load(job.objects(self._key(namespace)))
 
-    def _objects(self, namespace: Namespace, job: BlockJob) -> list[BlockObject]:
-        return [
-            BlockObject(namespace.block_key(found, self._shard), block)
-            for block, found in zip(job.blocks, job.hashes, strict=True)
-        ]
+    def _key(self, namespace: Namespace) -> Callable[[bytes], str]:
+        """The key of this rank's share of the block with a given hash."""
+        return lambda block_hash: namespace.block_key(block_hash, self._shard)
 
     def _share(self, job: BlockJob) -> BlockJob:
         """Ranks that keep the same bytes share the work of saving them, by block."""

@@ -93,6 +93,7 @@ NAMES = [f"layers.{i}.attn" for i in range(5)]
         ("drafter off", replace(BASE, speculative=None)),
         ("draft method", replace(BASE, speculative=replace(MTP, method="eagle3"))),
         ("draft cache", replace(BASE, speculative=replace(MTP, components=(("mtp.attn", 9),)))),
+        ("draft numbers", replace(BASE, speculative=replace(MTP, numbers="n1"))),
         ("draft weights", replace(BASE, speculative=replace(MTP, weights="d1"))),
         ("format of objects", replace(BASE, format_version=2)),
     ],

@@ -44,10 +44,6 @@ def facts(**options: Any) -> PoolFacts:
         block_size=BLOCK,
         heads_split_over=1,
         device_type="cpu",
-        dp_rank=0,
-        tp=1,
-        pp=1,
-        pcp=1,
         lag=1,
     )
 
