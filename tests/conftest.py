@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -35,3 +36,11 @@ def caplog(
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger=logger.name)
     return caplog
+
+
+@pytest.fixture(scope="module")
+def patient_clients() -> Iterator[None]:
+    """Engines that share two cores with a mooncake_master: a call may starve for long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MC_RPC_TIMEOUT_MS", "20000")
+        yield

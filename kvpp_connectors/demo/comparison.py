@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvpp_connectors.demo.children import run_module
 from kvpp_connectors.demo.engine import Job, Result, Wave
@@ -164,11 +166,11 @@ def _traffic_rows(run: Comparison) -> list[Row]:
     ]
 
 
-def _broadcast_row(name: str, stats: dict[str, float]) -> Row:
+def _broadcast_row(name: str, stats: Mapping[str, Any]) -> Row:
     moved, active, full = (
         stats[key] for key in ("bytes_total", "active_history_bytes", "full_bytes")
     )
-    count = sum(stats["broadcasts"].values())  # type: ignore[attr-defined]
+    count = sum(stats["broadcasts"].values())
     return Row(
         f"broadcast {name}: MB moved / MB of active history (broadcasts)",
         ("", f"{moved / 1e6:.1f} / {active / 1e6:.1f} ({count})"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvpp_connectors.demo.children import ChildFailed
 from kvpp_connectors.demo.engine import Result
 from kvpp_connectors.demo.report import Row
-from kvpp_connectors.demo.servers import Fleet, FleetSettings, fleet
+from kvpp_connectors.demo.servers import Fleet, fleet
 from kvpp_connectors.demo.settings import Settings
 from kvpp_connectors.demo.workload import Answer, read_counters, read_samples, send_wave, wait_idle
 
@@ -126,17 +126,8 @@ def deploy(settings: Settings, plain: Result) -> Deployment:
     Raises:
         ChildFailed: a server ended, or a request failed.
     """
-    configured = FleetSettings(
-        model=settings.model,
-        tensor_parallel_size=settings.tensor_parallel_size,
-        kv_cache_memory_bytes=settings.memory,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len,
-        logs=settings.folder,
-        environment=settings.environment,
-    )
     say = settings.console.print
-    with fleet(configured, settings.console) as servers:
+    with fleet(settings) as servers:
         say("pool, prefill, decode and proxy: up")
         capacity = asyncio.run(_capacity(servers.prefill))
         first = asyncio.run(_wave(servers, settings, Counter()))

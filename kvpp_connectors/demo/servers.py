@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 
 from kvpp_connectors.demo.children import Server
+from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.host import free_ports
 
-__all__ = ["Fleet", "FleetSettings", "fleet", "wait_healthy"]
+__all__ = ["Fleet", "fleet", "wait_healthy"]
 
 _HOST = "127.0.0.1"
 _START_S = 600.0  # for an engine to load on a busy machine
@@ -25,19 +25,6 @@ _PROBE_S = 0.25
 _API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 _BIN = Path(sys.executable).parent
 _STORE = "512MB"  # memory of the pool, in a process that outlives the engines
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSettings:
-    """What the servers run with. Memory in bytes per rank, lengths in tokens."""
-
-    model: Path
-    tensor_parallel_size: int
-    kv_cache_memory_bytes: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    logs: Path
-    environment: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -59,13 +46,13 @@ class Fleet:
 
 
 @contextmanager
-def fleet(settings: FleetSettings, console: Console) -> Iterator[Fleet]:
+def fleet(settings: Settings) -> Iterator[Fleet]:
     """Start everything; stop everything at the end.
 
     Raises:
         ChildFailed: a server ended or did not become healthy.
     """
-    ports = _free_ports(6)
+    ports = free_ports(6)
     master, metrics, store, prefill, decode, proxy = ports
     with ExitStack() as stack:
 
@@ -74,13 +61,13 @@ def fleet(settings: FleetSettings, console: Console) -> Iterator[Fleet]:
                 Server(
                     command,
                     title=name,
-                    log=settings.logs / f"{name}.log",
+                    log=settings.folder / f"{name}.log",
                     environment=settings.environment,
                 )
             )
 
         def await_all(servers: Mapping[int, Server], what: str) -> None:
-            with console.status(f"{what}: starting"):
+            with settings.console.status(f"{what}: starting"):
                 for port, server in servers.items():
                     asyncio.run(wait_healthy(server, _url(port)))
 
@@ -155,7 +142,7 @@ def _proxy(port: int, prefill: int, decode: int) -> list[str]:
     ]
 
 
-def _prefill(settings: FleetSettings, port: int, master: int) -> list[str]:
+def _prefill(settings: Settings, port: int, master: int) -> list[str]:
     pool = {
         "mooncake": {
             "master_server_address": f"{_HOST}:{master}",
@@ -187,7 +174,7 @@ def _prefill(settings: FleetSettings, port: int, master: int) -> list[str]:
     return [*_engine(settings, port, {"enable_kvpp": True}, transfer), ranks]
 
 
-def _decode(settings: FleetSettings, port: int) -> list[str]:
+def _decode(settings: Settings, port: int) -> list[str]:
     transfer = {
         "kv_connector": "MooncakeConnectorV2",
         "kv_role": "kv_consumer",
@@ -198,7 +185,7 @@ def _decode(settings: FleetSettings, port: int) -> list[str]:
 
 
 def _engine(
-    settings: FleetSettings,
+    settings: Settings,
     port: int,
     additional_config: Mapping[str, Any],
     transfer: Mapping[str, Any],
@@ -210,7 +197,7 @@ def _engine(
         "port": str(port),
         "dtype": "float32",
         "attention-backend": "CPU_MLA",
-        "kv-cache-memory-bytes": str(settings.kv_cache_memory_bytes),
+        "kv-cache-memory-bytes": str(settings.memory),
         "max-num-batched-tokens": str(settings.max_num_batched_tokens),
         "max-model-len": str(settings.max_model_len),
         "additional-config": json.dumps(additional_config),
@@ -222,11 +209,3 @@ def _engine(
 
 def _url(port: int) -> str:
     return f"http://{_HOST}:{port}"
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((_HOST, 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -21,11 +21,12 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _FAMILIES, _PER_FAMILY, _SHARED, _OWN = 2, 3, 96, 54  # prompts and their tokens
+_MAX_TOKENS = 24  # of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Ranks, KV memory in bytes per rank, and where logs and results go."""
+    """Ranks, KV memory in bytes per rank, lengths in tokens, and where logs and results go."""
 
     folder: Path
     console: Console
@@ -33,8 +34,9 @@ class Settings:
     tensor_parallel_size: int
     memory: int
     max_num_batched_tokens: int = 64
-    max_tokens: int = 24
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
+    max_tokens: int = _MAX_TOKENS
+    max_model_len: int = _SHARED + _OWN + _MAX_TOKENS + 1  # for `prompts` and their answers
+    environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
 
     @property
     def model(self) -> Path:
@@ -50,8 +52,3 @@ class Settings:
 
         families = [tokens(_SHARED) for _ in range(_FAMILIES)]
         return [shared + tokens(_OWN) for shared in families for _ in range(_PER_FAMILY)]
-
-    @property
-    def max_model_len(self) -> int:
-        """Enough for every prompt and its answer, in tokens."""
-        return _SHARED + _OWN + self.max_tokens + 1

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvpp_connectors.config import nearest
+from kvpp_connectors.config import complaints
 from kvpp_core.errors import KvppError
 
 __all__ = ["IDLE_KEYS", "PoolOptions", "read_pool_options"]
@@ -98,16 +98,4 @@ def read_pool_options(
     try:
         return PoolOptions.model_validate({k: v for k, v in extra.items() if k not in IDLE_KEYS})
     except ValidationError as error:
-        raise KvppError("; ".join(_complaint(path, detail) for detail in error.errors())) from error
-
-
-def _complaint(path: str, detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    known = (*PoolOptions.model_fields, *IDLE_KEYS)
-    if detail["type"] == "extra_forbidden":
-        return f"{path}: there is no key {key!r}. {nearest(key, known)}"
-    if not key:
-        return f"{path}: {detail['msg'].removeprefix('Value error, ')}"
-    field = PoolOptions.model_fields.get(key.split(".", maxsplit=1)[0])
-    expected = f" Expected: {field.description}." if field else ""
-    return f"{path}: {key} = {detail['input']!r}: {detail['msg']}.{expected}"
+        raise KvppError(complaints(error, PoolOptions, path, tuple(IDLE_KEYS))) from error

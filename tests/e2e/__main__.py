@@ -22,11 +22,11 @@ import psutil
 from rich.console import Console
 
 from kvpp_connectors.demo.children import ChildFailed
-from kvpp_connectors.demo.servers import Fleet, FleetSettings, fleet
-from kvpp_connectors.demo.settings import ENVIRONMENT
+from kvpp_connectors.demo.servers import Fleet, fleet
+from kvpp_connectors.demo.settings import ENVIRONMENT, Settings
 from kvpp_connectors.demo.workload import ask, read_counters, send_wave, wait_idle
 from tests.engine import tiny_models
-from tests.engine.harness import random_tokens
+from tests.engine.harness import VOCABULARY, random_tokens
 
 TOKENS = 12
 ABORTED = 0.25
@@ -118,17 +118,19 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=16)
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvpp-traffic-"))
-    settings = FleetSettings(
-        model=tiny_models.write(folder / "model", tiny_models.MLA),
+    settings = Settings(
+        folder=folder,
+        console=Console(),
+        vocabulary=VOCABULARY,
         tensor_parallel_size=2,
-        kv_cache_memory_bytes=64 << 20,
+        memory=64 << 20,
         max_num_batched_tokens=128,
         max_model_len=512,
-        logs=folder,
         environment=ENVIRONMENT | DEV_MODE,
     )
+    tiny_models.write(settings.model, tiny_models.MLA)
     print(f"logs: {folder}")
-    with fleet(settings, Console()) as servers:
+    with fleet(settings) as servers:
         good = asyncio.run(check_traffic(servers, options.requests, options.concurrency))
     print("good" if good else "WRONG")
     return int(not good)

@@ -157,12 +157,16 @@ class Engine:
         """Tell the workers of the last requests that ended: a step without tokens."""
         self._llm.llm_engine.step()
 
-    def drain(self, seconds: float = 120) -> None:
-        """Step until no request is held any more, not even one whose blocks are being saved."""
+    def drain(self, seconds: float = 120, step: Callable[[], object] | None = None) -> None:
+        """Step until no request is held any more, not even one whose blocks are being saved.
+
+        ``step`` is taken in place of the engine's own.
+        """
+        step = step or self._llm.llm_engine.step
         deadline = time.monotonic() + seconds
         while self._scheduler.has_requests():
             assert time.monotonic() < deadline, f"still held: {list(self._scheduler.requests)}"
-            self._llm.llm_engine.step()
+            step()
 
     def stop(self) -> None:
         """End the workers."""

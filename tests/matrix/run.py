@@ -6,11 +6,11 @@ import json
 import os
 import re
 import signal
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpp_connectors.host import free_ports
 from tests.engine import tiny_models
 from tests.fork_server import CONTEXT
 from tests.matrix.cells import SPECULATION, Cell
@@ -75,7 +75,7 @@ def _run(cell: Cell, folder: Path, ways: list[str]) -> dict[str, str]:
     """Run engines at the same time; the logs of those that left no result."""
     running = {}
     for kvpp in ways:
-        port = _free_port()
+        (port,) = free_ports(1)
         for replica in range(cell.ranks.dp):
             process = CONTEXT.Process(target=run_engine, args=(folder, cell, kvpp, replica, port))
             process.start()
@@ -101,9 +101,3 @@ def _error(log: str) -> str:
 
 def _read(file: Path) -> Any:
     return json.loads(file.read_text())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -16,9 +16,13 @@ from tests.engine import tiny_models
 from tests.engine.harness import kvpp_off, kvpp_on, random_tokens
 from tests.p2p.remote_engine import RemoteEngine
 from tests.pool.master import Master
-from tests.pool.store_process import PATIENT, StoreProcess
+from tests.pool.store_process import StoreProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("patient_clients"),
+]
 
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 PREFILL = {"do_remote_decode": True}
@@ -76,17 +80,8 @@ class Site:
         ).wait_ready()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def patient() -> Iterator[None]:
-    """Engines of this module wait for the master."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in PATIENT.items():
-            patch.setenv(name, value)
-        yield
-
-
 @pytest.fixture(scope="module")
-def site(patient: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Everything but prefill."""
     folder = tmp_path_factory.mktemp("multi")
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))

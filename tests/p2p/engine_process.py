@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,7 @@ class Served:
 
     def settle(self, seconds: float = SETTLE_SECONDS) -> dict[str, int]:
         """Step until no request is left, not even one that is held; then the free blocks."""
-        deadline = time.monotonic() + seconds
-        core = self._llm.llm_engine.engine_core.engine_core
-        while core.scheduler.has_requests():
-            assert time.monotonic() < deadline, f"still held: {list(core.scheduler.requests)}"
-            self.step()
+        self._engine.drain(seconds, self.step)
         return self.blocks()
 
     def blocks(self) -> dict[str, int]:

@@ -12,7 +12,9 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["Master", "free_port", "wait_until"]
+from kvpp_connectors.host import free_ports
+
+__all__ = ["Master", "wait_until"]
 
 _START_S = 30.0
 _END_S = 10.0
@@ -30,7 +32,7 @@ class Master:
     """The process. Its port stays the same over restarts."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        self._rpc_port, self._http_port = free_port(), free_port()
+        self._rpc_port, self._http_port = free_ports(2)
         self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -88,10 +90,3 @@ class Master:
         except OSError:
             return False
         return True
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.pool.master import Master, free_port, wait_until
+from kvpp_connectors.host import free_ports
+from tests.pool.master import Master, wait_until
 
-__all__ = ["PATIENT", "StoreProcess"]
+__all__ = ["StoreProcess"]
 
-# For engines that share two cores with the master: a call may starve longer than a pool may cost.
-PATIENT = {"MC_RPC_TIMEOUT_MS": "20000"}
 
 _START_S = 30.0
 
@@ -28,7 +27,7 @@ class StoreProcess:
             [
                 str(Path(sys.executable).parent / "mooncake_client"),
                 "--host=127.0.0.1",
-                f"--port={free_port()}",
+                f"--port={free_ports(1)[0]}",
                 f"--master_server_address={master.address}",
                 "--metadata_server=P2PHANDSHAKE",
                 f"--global_segment_size={size}",

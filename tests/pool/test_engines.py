@@ -23,9 +23,13 @@ from tests.engine.harness import (
     start_engine,
 )
 from tests.pool.master import Master
-from tests.pool.store_process import PATIENT, StoreProcess
+from tests.pool.store_process import StoreProcess
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("patient_clients"),
+]
 
 LENGTHS = (100, 64, 200, 30)
 BLOCK = 16
@@ -36,17 +40,8 @@ WHOLE = sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
 LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def patient() -> Iterator[None]:
-    """Engines of this module wait for the master."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in PATIENT.items():
-            patch.setenv(name, value)
-        yield
-
-
 @pytest.fixture(scope="module")
-def pool(patient: None) -> Iterator[StoreProcess]:
+def pool() -> Iterator[StoreProcess]:
     """A master and a store that hold what engines save."""
     master = Master()
     store = StoreProcess(master, "512MB")

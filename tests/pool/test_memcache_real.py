@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvpp_connectors.host import free_ports
 from kvpp_connectors.pool.backends.base import PoolUnavailable
 from kvpp_connectors.pool.backends.memcache import new_client
 from tests.pool.master import wait_until
@@ -67,7 +68,7 @@ class Meta(NamedTuple):
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meta]:
     folder = tmp_path_factory.mktemp("memcache")
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     (folder / "meta.conf").write_text(
         f"ock.mmc.meta_service_url = tcp://127.0.0.1:{ports[0]}\n"
         f"ock.mmc.meta_service.config_store_url = tcp://127.0.0.1:{ports[1]}\n"
@@ -109,13 +110,6 @@ def meta(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meta]:
     finally:
         process.kill()
         process.wait(END_S)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def ask(role: str, config: Path) -> dict[str, Any]:

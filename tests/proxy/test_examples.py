@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvpp_connectors.host import free_ports
 from tests.contract.processes import run
 from tests.proxy.world import BOUND_S, looped, until
 
@@ -43,14 +43,6 @@ asyncio.run(main())
 """
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
 def alive(pid: int) -> bool:
     """Whether a process that is not our child runs."""
     try:
@@ -71,7 +63,8 @@ async def one_host(folder: Path, dies: str = "") -> tuple[asyncio.subprocess.Pro
     values = {"python": sys.executable, "folder": str(folder), "dies": dies}
     python.write_text(PYTHON.format(repository=str(EXAMPLES.parents[1]), **values))
     python.chmod(0o755)
-    ports = {name: str(free_port()) for name in ("PORT", "PREFILL_PORT", "DECODE_PORT")}
+    names = ("PORT", "PREFILL_PORT", "DECODE_PORT")
+    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
     environment = {**os.environ, **ports, "PYTHON": str(python), "LOGS": str(folder)}
     script = await asyncio.create_subprocess_exec(
         *(EXAMPLES / "one_host_cpu.sh", "some/model", "--max-model-len", "512"),

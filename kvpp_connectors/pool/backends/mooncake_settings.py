@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvpp_connectors.config import nearest
+from kvpp_connectors.config import complaints
 from kvpp_core.errors import KvppError
 
 __all__ = ["CONFIG_VARIABLE", "LEAST_SEGMENT", "MooncakeSettings", "read_mooncake_settings"]
@@ -129,8 +129,7 @@ def read_mooncake_settings(
     try:
         return MooncakeSettings.model_validate({**values, **from_environment})
     except ValidationError as error:
-        complaints = "; ".join(_complaint(source, detail) for detail in error.errors())
-        raise KvppError(complaints) from error
+        raise KvppError(complaints(error, MooncakeSettings, source)) from error
 
 
 def _read_file(path: str) -> Any:
@@ -140,18 +139,3 @@ def _read_file(path: str) -> Any:
         raise KvppError(
             f"{CONFIG_VARIABLE}={path} cannot be read: {error}. Expected a JSON object."
         ) from error
-
-
-def _complaint(source: str, detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    known = MooncakeSettings.model_fields
-    if detail["type"] == "extra_forbidden":
-        return f"{source}: there is no key {key!r}. {nearest(key, tuple(known))}"
-    if not key:
-        return f"{source}: {detail['msg']}"
-    field = known.get(key.split(".", maxsplit=1)[0])
-    expected = f" Expected: {field.description}." if field else ""
-    given = (
-        "is missing" if detail["type"] == "missing" else f"= {detail['input']!r}: {detail['msg']}"
-    )
-    return f"{source}: {key} {given}.{expected}"
