@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import tests.conftest  # noqa: F401  sets the environment that every process of a test has
 
-__all__ = ["CONTEXT", "ForkedProcess", "become_a_leader", "forked_workers"]
+__all__ = ["CONTEXT", "ForkedProcess", "become_a_leader", "call_apart", "forked_workers"]
+
+Result = TypeVar("Result")
 
 # What an engine and its workers have loaded by the end of a test.
 PRELOAD = [
@@ -74,6 +77,16 @@ def become_a_leader(log: Path) -> None:
     with log.open("wb") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
+
+
+def call_apart(function: Callable[..., Result], *args: Any) -> Result:
+    """The result of ``function(*args)`` in a process of its own.
+
+    Mooncake reads its environment once in a process, so that an engine in the test's own process
+    would have the settings of whatever ran there first.
+    """
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as process:
+        return process.submit(function, *args).result()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     random_tokens,
     start_engine,
 )
+from tests.fork_server import call_apart
 from tests.pool.master import Master
 from tests.pool.store_process import StoreProcess
 
@@ -76,7 +77,14 @@ def transfer(pool: StoreProcess, **extra: Any) -> dict[str, Any]:
 def run(
     model: Path, config: dict[str, Any], transfer_config: dict[str, Any] | None, tp: int = 2
 ) -> list[Answer]:
-    """The script's answers in an engine of its own."""
+    """The script's answers in an engine and a process of its own."""
+    return call_apart(answer, model, config, transfer_config, tp)
+
+
+def answer(
+    model: Path, config: dict[str, Any], transfer_config: dict[str, Any] | None, tp: int
+) -> list[Answer]:
+    """The script's answers in an engine of its own, which has saved all that it is to save."""
     options: dict[str, Any] = {"speculative_config": MTP}
     if transfer_config is not None:
         options["kv_transfer_config"] = transfer_config
