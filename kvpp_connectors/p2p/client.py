@@ -12,6 +12,8 @@ from kvpp_core.errors import KvppError
 
 __all__ = ["LeaseReleaser", "describe", "release"]
 
+_PARTY = "nobody"  # no decode engine's request: ends only a lease that none has claimed
+
 
 class LeaseReleaser:
     """Gives transfers back for the proxy: what is not of this connector is left to its lease."""
@@ -43,7 +45,7 @@ def release(
         PeerUnreachable: no answer within ``timeout`` seconds.
     """
     offer = read_offer(params)
-    told = Release(offer.kvpp.transfer_id, offer.kvpp.generation, reason)
+    told = Release(offer.kvpp.transfer_id, offer.kvpp.generation, _PARTY, reason)
     reply = ask_once(offer.remote_host, offer.remote_port, key, timeout, told, attempts=1)
     return isinstance(reply, Released)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.control import PeerUnreachable, ask_once
 from kvpp_connectors.p2p.offer import Offer
-from kvpp_connectors.p2p.wire import Granted, Release, Renew, Reply, Request
+from kvpp_connectors.p2p.wire import Granted, Release, Renew, Reply, Request, party_of
 
 __all__ = ["Courier"]
 
@@ -32,6 +32,7 @@ _Transfer = tuple[str, int, str, int]
 @dataclass(slots=True)
 class _Kept:
     offer: Offer
+    party: str
     due: float
 
     @property
@@ -40,16 +41,21 @@ class _Kept:
         offer, details = self.offer, self.offer.kvpp
         return offer.remote_host, offer.remote_port, details.transfer_id, details.generation
 
+    @property
+    def lease(self) -> tuple[str, int, str]:
+        """How a message names it."""
+        return self.offer.kvpp.transfer_id, self.offer.kvpp.generation, self.party
+
 
 class Courier:
     """Renews and releases. All methods return at once."""
 
-    def __init__(self, key: bytes | None, timeout: float) -> None:
-        self._key, self._timeout = key, timeout
+    def __init__(self, engine_id: str, key: bytes | None, timeout: float) -> None:
+        self._engine_id, self._key, self._timeout = engine_id, key, timeout
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         self._interested: Counter[_Transfer] = Counter()  # requests that are kept, per transfer
-        self._releases: queue.SimpleQueue[tuple[Offer, str] | None] = queue.SimpleQueue()
+        self._releases: queue.SimpleQueue[tuple[_Kept, str] | None] = queue.SimpleQueue()
         self.not_reached = 0
         self._thread = threading.Thread(target=self._run, name="kvpp courier", daemon=True)
         self._thread.start()
@@ -59,14 +65,15 @@ class Courier:
         self.forget(request_id)
         with self._lock:
             if len(self._kept) < _MOST:
-                kept = self._kept[request_id] = _Kept(offer, time.monotonic() + _FIRST)
+                party = party_of(self._engine_id, request_id)
+                kept = self._kept[request_id] = _Kept(offer, party, time.monotonic() + _FIRST)
                 self._interested[kept.transfer] += 1
 
     def release(self, request_id: str, reason: str) -> None:
         """Tell the lease that nobody is going to read, unless another request still may."""
         kept, others = self._drop(request_id)
         if kept is not None and not others:
-            self._releases.put((kept.offer, reason))
+            self._releases.put((kept, reason))
 
     def forget(self, request_id: str) -> None:
         """The lease is over without us."""
@@ -90,21 +97,20 @@ class Courier:
             return kept, others
 
     def _run(self) -> None:
-        jobs: list[tuple[Offer, str] | None] = []
+        jobs: list[tuple[_Kept, str] | None] = []
         while None not in jobs:
             jobs = self._take_releases()
             # A dead peer costs one wait a round, however many leases it had: the others' leases
             # have to be renewed meanwhile.
             silent: set[tuple[str, int]] = set()
-            for offer, reason in filter(None, jobs):
-                details = offer.kvpp
-                self._tell(offer, Release(details.transfer_id, details.generation, reason), silent)
+            for kept, reason in filter(None, jobs):
+                self._tell(kept.offer, Release(*kept.lease, reason), silent)
             if None not in jobs:
                 self._renew_due(silent)
 
-    def _take_releases(self) -> list[tuple[Offer, str] | None]:
+    def _take_releases(self) -> list[tuple[_Kept, str] | None]:
         """All that wait; up to 0.2 s for the first."""
-        jobs: list[tuple[Offer, str] | None] = []
+        jobs: list[tuple[_Kept, str] | None] = []
         with contextlib.suppress(queue.Empty):
             jobs.append(self._releases.get(timeout=0.2))
             while True:
@@ -116,8 +122,7 @@ class Courier:
         with self._lock:
             due = [(name, kept) for name, kept in self._kept.items() if kept.due <= now]
         for request_id, kept in due:
-            details = kept.offer.kvpp
-            reply = self._tell(kept.offer, Renew(details.transfer_id, details.generation), silent)
+            reply = self._tell(kept.offer, Renew(*kept.lease), silent)
             if isinstance(reply, Granted):
                 kept.due = time.monotonic() + reply.seconds / 3
             elif reply is None:  # the lease has two thirds of its term left: ask again

@@ -35,7 +35,8 @@ class _Lease:
     generation: int
     expires: float
     confirmed: set[int] = field(default_factory=set)
-    readers: tuple[str, int] | None = None  # a decode request and its workers, from the first on
+    party: str | None = None  # the decode request that renewed or opened it first
+    readers: int | None = None  # its workers, once one has opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class _Over:
 
     generation: int
     reason: str
+    party: str | None
     confirmed: frozenset[int]
 
 
@@ -78,51 +80,63 @@ class LeaseBook:
         return self._generation
 
     def open(
-        self, transfer_id: str, generation: int, engine: str, readers: int, now: float
+        self, transfer_id: str, generation: int, party: str, readers: int, now: float
     ) -> str | None:
-        """A worker begins for ``engine`` (a decode engine's request), which renews the lease.
+        """A worker of ``party`` (a decode engine's request) begins, which renews the lease.
 
         Returns None, or why it may not.
         """
-        lease, why = self._find(transfer_id, generation, now)
+        lease, why = self._find(transfer_id, generation, party, now)
         if lease is None:
             return why
-        if lease.readers not in (None, (engine, readers)):
-            return "another decode request reads it"
-        lease.readers = (engine, readers)
+        if lease.readers not in (None, readers):
+            return f"its party has {lease.readers} readers, not {readers}"
+        lease.party, lease.readers = party, readers
         lease.expires = now + self._seconds
         return None
 
-    def renew(self, transfer_id: str, generation: int, now: float) -> str | None:
-        """The readers are still coming. None, or why there is nothing to renew."""
-        lease, why = self._find(transfer_id, generation, now)
+    def renew(self, transfer_id: str, generation: int, party: str, now: float) -> str | None:
+        """The readers of ``party`` are still coming. None, or why there is nothing to renew.
+
+        From then on the lease is this party's.
+        """
+        lease, why = self._find(transfer_id, generation, party, now)
         if lease is not None:
+            lease.party = party
             lease.expires = now + self._seconds
         return why
 
-    def confirm(self, transfer_id: str, generation: int, reader: int, now: float) -> str | None:
+    def confirm(
+        self, transfer_id: str, generation: int, party: str, reader: int, now: float
+    ) -> str | None:
         """A reader's reads have all ended. None if they count, or why they do not.
 
         A reader that asks again, because the first answer was lost, gets the same answer.
         """
-        lease, why = self._find(transfer_id, generation, now)
+        lease, why = self._find(transfer_id, generation, party, now)
         if lease is None:
             over = self._over.get(transfer_id)
-            if over and over.generation == generation and reader in over.confirmed:
+            asked = generation, party
+            if over and (over.generation, over.party) == asked and reader in over.confirmed:
                 return None
             return why
         if lease.readers is None:
             return "confirmed without having been opened"
-        if reader >= lease.readers[1]:
-            return f"reader {reader} of {lease.readers[1]}"
+        if reader >= lease.readers:
+            return f"reader {reader} of {lease.readers}"
         lease.confirmed.add(reader)
-        if len(lease.confirmed) >= lease.readers[1]:
+        if len(lease.confirmed) >= lease.readers:
             self._end(transfer_id, "read", "read")
         return None
 
-    def release(self, transfer_id: str, generation: int, reason: str, now: float) -> None:
-        """Nobody reads (any more). Legal at any time and any number of times."""
-        lease, _ = self._find(transfer_id, generation, now)
+    def release(
+        self, transfer_id: str, generation: int, party: str, reason: str, now: float
+    ) -> None:
+        """``party`` does not read (any more). Legal at any time and any number of times.
+
+        Another party's lease stays as it is.
+        """
+        lease, _ = self._find(transfer_id, generation, party, now)
         if lease is not None:
             self._end(transfer_id, "released", f"released: {reason}")
 
@@ -137,7 +151,7 @@ class LeaseBook:
         return ended
 
     def _find(
-        self, transfer_id: str, generation: int, now: float
+        self, transfer_id: str, generation: int, party: str, now: float
     ) -> tuple[_Lease | None, str | None]:
         lease = self._held.get(transfer_id)
         if lease is not None and lease.expires <= now:
@@ -148,12 +162,16 @@ class LeaseBook:
             return None, over.reason if over else "unknown transfer"
         if lease.generation != generation:
             return None, f"generation {generation} is over, {lease.generation} is on offer"
+        if lease.party not in (None, party):
+            return None, "another decode request reads it"
         return lease, None
 
     def _end(self, transfer_id: str, count: str, reason: str) -> None:
         lease = self._held.pop(transfer_id)
         self.counts[count] += 1
         self._ended.append(Ended(lease.request_id, reason))
-        self._over[transfer_id] = _Over(lease.generation, reason, frozenset(lease.confirmed))
+        self._over[transfer_id] = _Over(
+            lease.generation, reason, lease.party, frozenset(lease.confirmed)
+        )
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)

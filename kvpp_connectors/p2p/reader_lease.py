@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.control import ControlClient, PeerUnreachable
 from kvpp_connectors.p2p.offer import Offer
-from kvpp_connectors.p2p.wire import Confirm, Gone, Granted, Open, Release, Reply, Request, Valid
+from kvpp_connectors.p2p.wire import (
+    Confirm,
+    Gone,
+    Granted,
+    Open,
+    Release,
+    Reply,
+    Request,
+    Valid,
+    party_of,
+)
 
 __all__ = ["PullFailed", "ReaderLease"]
 
@@ -36,10 +44,11 @@ class ReaderLease:
     ) -> None:
         self._offer = offer.kvpp
         self._reader, self._readers = reader
-        # Workers of one request share a lease. Another request with the same offer must not: its
-        # reads could come after the first one's confirmation, which lets the blocks go.
-        digest = hashlib.sha256(request_id.encode(errors="replace")).hexdigest()[:16]
-        self._party = f"{engine_id}/{digest}"
+        self._transfer = (
+            self._offer.transfer_id,
+            self._offer.generation,
+            party_of(engine_id, request_id),
+        )
         self._client = ControlClient(offer.remote_host, offer.remote_port, key, timeout)
 
     def open(self) -> None:
@@ -48,8 +57,7 @@ class ReaderLease:
         Raises:
             PullFailed: the lease is over, another request's, or nobody answers.
         """
-        offer = self._offer
-        self._expect(Granted, Open(offer.transfer_id, offer.generation, self._party, self._readers))
+        self._expect(Granted, Open(*self._transfer, self._readers))
 
     def confirm(self) -> None:
         """Say that every read has ended, and hear that the bytes count.
@@ -57,16 +65,14 @@ class ReaderLease:
         Raises:
             PullFailed: they do not, or nobody answers.
         """
-        self._expect(Valid, Confirm(self._offer.transfer_id, self._offer.generation, self._reader))
+        self._expect(Valid, Confirm(*self._transfer, self._reader))
 
     def release(self, reason: str) -> None:
         """Best effort: where it does not arrive, the lease runs out."""
         if reason in ("gone", "unreachable"):
             return
         try:
-            self._client.ask(
-                Release(self._offer.transfer_id, self._offer.generation, reason), attempts=1
-            )
+            self._client.ask(Release(*self._transfer, reason), attempts=1)
         except PeerUnreachable as error:
             logger.warning("transfer %s was not released: %s", self._offer.transfer_id, error)
 

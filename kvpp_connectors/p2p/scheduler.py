@@ -118,7 +118,7 @@ class DecodeScheduler:
 
     def __init__(self, facts: EngineFacts) -> None:
         self._facts = facts
-        self._courier = Courier(facts.key, facts.options.control_timeout_s)
+        self._courier = Courier(facts.engine_id, facts.key, facts.options.control_timeout_s)
         self._offers: dict[str, Offer] = {}  # requests that have not been pulled yet
         self._pulling: dict[str, bool] = {}  # whether the pull was cancelled
         self._pulls: list[Pull] = []

@@ -40,6 +40,7 @@ __all__ = [
     "Valid",
     "WireError",
     "WorkerAddress",
+    "party_of",
 ]
 
 VERSION = 1
@@ -58,6 +59,16 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Body = TypeVar("Body")
 
 
+def party_of(engine_id: str, request_id: str) -> str:
+    """Who reads: one request of one decode engine, all of its workers together.
+
+    Another request with the same offer is another party: its reads could come after the first
+    one's confirmation, which lets the blocks go.
+    """
+    digest = hashlib.sha256(request_id.encode(errors="replace")).hexdigest()[:16]
+    return f"{engine_id}/{digest}"
+
+
 class WireError(Exception):
     """A frame that is refused. ``reason`` is one of a few words, for counters."""
 
@@ -71,10 +82,11 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Transfer(_Message, frozen=True, forbid_unknown_fields=True):
-    """Which lease is meant: a finished prefill request, and which grant of it."""
+    """Which lease is meant: a finished prefill request, which grant of it, and who asks."""
 
     transfer_id: Short
     generation: Count
+    party: Short  # a decode engine's request: see `party_of`
 
 
 class Describe(_Message, tag="describe", frozen=True, forbid_unknown_fields=True):
@@ -84,7 +96,6 @@ class Describe(_Message, tag="describe", frozen=True, forbid_unknown_fields=True
 class Open(Transfer, tag="open", frozen=True, forbid_unknown_fields=True):
     """To the lease endpoint: one of ``readers`` workers of a decode engine is about to read."""
 
-    engine: Short
     readers: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
@@ -99,7 +110,7 @@ class Confirm(Transfer, tag="confirm", frozen=True, forbid_unknown_fields=True):
 
 
 class Release(Transfer, tag="release", frozen=True, forbid_unknown_fields=True):
-    """Nobody is going to read (any more)."""
+    """The party is not going to read (any more)."""
 
     reason: Short
 
@@ -150,7 +161,7 @@ class Gone(_Message, tag="gone", frozen=True, forbid_unknown_fields=True):
 
 
 class Released(_Message, tag="released", frozen=True, forbid_unknown_fields=True):
-    """The blocks are free, or were so already."""
+    """The party keeps nothing: the blocks are free, or another party's."""
 
 
 class Noted(_Message, tag="noted", frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ def test_port_zero_publishes_what_was_bound(host: str) -> None:
         assert min(one.port, two.port) > 0
         for server in (one, two):
             with asking(server.port, host) as client:
-                assert client.ask(Release("t", 1, "r")) == Released()
+                assert client.ask(Release("t", 1, "e", "r")) == Released()
 
 
 def test_a_taken_port_is_an_error_that_says_whose_which_and_what_to_change() -> None:
@@ -215,13 +216,13 @@ def test_a_second_attempt_finds_a_peer_that_has_come_up() -> None:
     with asking(silent, timeout=PATIENCE / 2) as client:
         answers: list[Reply] = []
         thread = threading.Thread(
-            target=lambda: answers.append(client.ask(Renew("t", 1))), daemon=True
+            target=lambda: answers.append(client.ask(Renew("t", 1, "e"))), daemon=True
         )
         thread.start()
         with serving(handle, port=silent):
             thread.join(PATIENCE)
     assert answers == [Granted(1.0)]
-    assert Renew("t", 1) in asked
+    assert Renew("t", 1, "e") in asked
 
 
 @pytest.mark.parametrize(
@@ -245,9 +246,9 @@ def test_late_answers_of_an_earlier_question_are_not_taken_for_the_next() -> Non
 
     with serving(handle) as server, asking(server.port, timeout=TIMEOUT) as client:
         with pytest.raises(PeerUnreachable):
-            client.ask(Renew("t", 1), attempts=1)
+            client.ask(Renew("t", 1, "e"), attempts=1)
         slow.set()
-        answer = eventually(lambda: _answer(client, Renew("t", 2)))
+        answer = eventually(lambda: _answer(client, Renew("t", 2, "e")))
         assert answer == Granted(2.0)
 
 
@@ -295,11 +296,16 @@ def test_lease_and_worker_endpoints_answer_only_what_is_theirs(machine: Machine)
         [worker] = params["kvpp"]["workers"]
         with asking(worker["port"]) as client:
             assert isinstance(client.ask(Describe()), Description)
-            said = client.ask(Renew(params["kvpp"]["transfer_id"], params["kvpp"]["generation"]))
+            said = client.ask(_renewal(params))
             assert isinstance(said, Refused) and "remote_host:remote_port" in said.reason
         with asking(params["remote_port"]) as client:
             said = client.ask(Describe())
             assert isinstance(said, Refused) and "kv_port" in said.reason
-            renew = Renew(params["kvpp"]["transfer_id"], params["kvpp"]["generation"])
+            renew = _renewal(params)
             assert isinstance(client.ask(renew), Granted)
     assert lines == []
+
+
+def _renewal(params: dict[str, Any]) -> Renew:
+    details = params["kvpp"]
+    return Renew(details["transfer_id"], details["generation"], "a decode request")

@@ -26,6 +26,7 @@ from kvpp_connectors.p2p.wire import (
     Reply,
     Request,
     WorkerAddress,
+    party_of,
 )
 from tests.p2p.sides import PATIENCE, eventually, listening
 
@@ -74,7 +75,7 @@ def endpoint() -> Iterator[LeaseEndpoint]:
 @pytest.fixture
 def courier(endpoint: LeaseEndpoint) -> Iterator[Courier]:
     """One, which is closed before the endpoint."""
-    with contextlib.closing(Courier(None, TIMEOUT)) as courier:
+    with contextlib.closing(Courier("D", None, TIMEOUT)) as courier:
         yield courier
 
 
@@ -97,7 +98,7 @@ def test_a_lease_is_renewed_until_it_is_released(courier: Courier, endpoint: Lea
     assert endpoint.heard[-1].transfer_id == "u"
     assert endpoint.count(Release, "t") == 1
     last = next(m for m in reversed(endpoint.heard) if m.transfer_id == "t")
-    assert last == Release("t", 1, "aborted")
+    assert last == Release("t", 1, party_of("D", "request"), "aborted")
 
 
 def test_a_lease_that_is_over_is_not_renewed(courier: Courier, endpoint: LeaseEndpoint) -> None:
@@ -171,14 +172,14 @@ def test_a_renewal_that_was_lost_is_sent_again() -> None:
         heard.append(request)
         return Granted(60.0)
 
-    with contextlib.closing(Courier(None, TIMEOUT)) as courier:
+    with contextlib.closing(Courier("D", None, TIMEOUT)) as courier:
         with silent_peer() as port:
             courier.keep("request", offer("t", HOST, port))
             eventually(lambda: courier.not_reached)
         back = ControlServer(HOST, port, None, handle, what="lease", option="none")
         with contextlib.closing(back):
             eventually(lambda: heard)
-    assert heard == [Renew("t", 1)]
+    assert heard == [Renew("t", 1, party_of("D", "request"))]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +201,7 @@ def test_a_foolish_address_does_not_end_the_courier(
 
 def test_closing_sends_what_was_released(endpoint: LeaseEndpoint) -> None:
     """2.2: an engine that is shut down in an orderly way leaves no blocks held."""
-    courier = Courier(None, TIMEOUT)
+    courier = Courier("D", None, TIMEOUT)
     for number in range(50):
         courier.keep(f"r{number}", endpoint.offer(f"t{number}"))
         courier.release(f"r{number}", "shutdown")

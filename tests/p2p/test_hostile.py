@@ -69,7 +69,7 @@ class Server:
         """Whether an honest question gets its answer."""
         client = ControlClient("127.0.0.1", self.server.port, self.key, 10.0)
         try:
-            return client.ask(Release("t", 1, "r")) == Released()
+            return client.ask(Release("t", 1, "e", "r")) == Released()
         finally:
             client.close()
 
@@ -95,9 +95,9 @@ def hostile_frames(key: bytes | None, count: int) -> Iterator[list[bytes]]:
     codecs = [Codec(key), Codec(None), Codec(b"another key, also long")]
     bodies: list[Request] = [
         Open("t", 1, "e", 1),
-        Renew("t", 1),
-        Confirm("t", 1, 0),
-        Release("t", 1, "r"),
+        Renew("t", 1, "e"),
+        Confirm("t", 1, "e", 0),
+        Release("t", 1, "e", "r"),
     ]
     good = codecs[0].request(bodies[0])[0]
     for number in range(count):
@@ -165,7 +165,7 @@ def test_who_asks_and_does_not_listen_costs_no_memory(server: Server) -> None:
     deaf, before = server.stranger(), resident()
     codec = Codec(server.key)
     for _ in range(20_000):
-        deaf.send(codec.request(Release("t", 1, "r"))[0])
+        deaf.send(codec.request(Release("t", 1, "e", "r"))[0])
     eventually(lambda: server.handled >= 20_000)
     assert server.answers()
     assert resident() - before < GROWTH
@@ -203,10 +203,10 @@ def test_a_refusal_is_told_where_it_helps_and_silence_is_kept_where_it_does_not(
     server = Server(KEY)
     client = ControlClient("127.0.0.1", server.server.port, None, 5.0)
     with pytest.raises(Exception, match="did not answer release: key: "):
-        client.ask(Release("t", 1, "r"), attempts=1)
+        client.ask(Release("t", 1, "e", "r"), attempts=1)
     client.close()
     stranger, codec = server.stranger(), Codec(KEY)
-    frame, nonce = codec.request(Release("t", 1, "r"))
+    frame, nonce = codec.request(Release("t", 1, "e", "r"))
     started = time.monotonic()
     for message in (b"nonsense", frame, frame):
         stranger.send(message)

@@ -368,7 +368,7 @@ def test_every_pull_has_exactly_one_result(machine: Machine) -> None:
             pull, details = both.pull(name, params), params["kvpp"]
             if kind == "released":
                 both.prefill.scheduler._book.release(
-                    details["transfer_id"], details["generation"], "test", time.monotonic()
+                    details["transfer_id"], details["generation"], "t", "test", time.monotonic()
                 )
             elif kind == "unknown":
                 pull = both.pull(name, params | {"kvpp": details | {"transfer_id": "nobody"}})

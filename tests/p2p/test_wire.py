@@ -48,9 +48,9 @@ NONCE = bytes(range(16))
 REQUESTS = [
     Describe(),
     Open("transfer", 1, "engine", 8),
-    Renew("transfer", 2),
-    Confirm("transfer", 3, 7),
-    Release("transfer", 4, "the client left"),
+    Renew("transfer", 2, "engine/1"),
+    Confirm("transfer", 3, "engine/1", 7),
+    Release("transfer", 4, "engine/1", "the client left"),
     ShareEnded(NONCE, 5, None),
     ShareEnded(NONCE, 4096, "read"),
 ]
@@ -117,8 +117,10 @@ def test_a_reply_is_read_as_it_was_written(body: Any, key: bytes | None) -> None
 @KEYS
 def test_a_frame_made_by_hand_is_read(key: bytes | None) -> None:
     """The frame is what the protocol's page says; another implementation can speak it."""
-    body = pack({"type": "release", "transfer_id": "t", "generation": 1, "reason": "r"})
-    assert Codec(key).read_request(framed(body, key=key)) == (Release("t", 1, "r"), NONCE)
+    body = pack(
+        {"type": "release", "transfer_id": "t", "generation": 1, "party": "e", "reason": "r"}
+    )
+    assert Codec(key).read_request(framed(body, key=key)) == (Release("t", 1, "e", "r"), NONCE)
 
 
 def test_no_two_requests_share_a_nonce() -> None:
@@ -148,18 +150,26 @@ HOSTILE = {
     "a tag that is a list": pack({"type": ["release"]}),
     "no tag": pack({"transfer_id": "t", "generation": 1}),
     "a reply": pack({"type": "valid"}),
-    "a field too many": pack({"type": "renew", "transfer_id": "t", "generation": 1, "x": 1}),
-    "a field too few": pack({"type": "renew", "transfer_id": "t"}),
-    "a negative generation": pack({"type": "renew", "transfer_id": "t", "generation": -1}),
-    "a huge generation": pack({"type": "renew", "transfer_id": "t", "generation": 1 << 63}),
-    "a generation that is no number": pack({"type": "renew", "transfer_id": "t", "generation": ""}),
-    "an empty id": pack({"type": "renew", "transfer_id": "", "generation": 1}),
-    "a long id": pack({"type": "renew", "transfer_id": "t" * 513, "generation": 1}),
+    "a field too many": pack(
+        {"type": "renew", "transfer_id": "t", "generation": 1, "x": 1, "party": "e"}
+    ),
+    "a field too few": pack({"type": "renew", "transfer_id": "t", "party": "e"}),
+    "a negative generation": pack(
+        {"type": "renew", "transfer_id": "t", "generation": -1, "party": "e"}
+    ),
+    "a huge generation": pack(
+        {"type": "renew", "transfer_id": "t", "generation": 1 << 63, "party": "e"}
+    ),
+    "a generation that is no number": pack(
+        {"type": "renew", "transfer_id": "t", "generation": "", "party": "e"}
+    ),
+    "an empty id": pack({"type": "renew", "transfer_id": "", "generation": 1, "party": "e"}),
+    "a long id": pack({"type": "renew", "transfer_id": "t" * 513, "generation": 1, "party": "e"}),
     "no readers": pack(
-        {"type": "open", "transfer_id": "t", "generation": 1, "engine": "e", "readers": 0}
+        {"type": "open", "transfer_id": "t", "generation": 1, "party": "e", "readers": 0}
     ),
     "a million readers": pack(
-        {"type": "open", "transfer_id": "t", "generation": 1, "engine": "e", "readers": 10**6}
+        {"type": "open", "transfer_id": "t", "generation": 1, "party": "e", "readers": 10**6}
     ),
     "a reader that is NaN": pack(
         {"type": "confirm", "transfer_id": "t", "generation": 1, "reader": math.nan}
@@ -252,7 +262,7 @@ class TestKey:
     @pytest.mark.parametrize("place", range(4))
     def test_nothing_of_a_frame_can_be_changed(self, place: int) -> None:
         """Nonce, clock and body are all signed; the version is checked before."""
-        parts = msgspec.msgpack.decode(Codec(KEY).request(Renew("transfer", 1))[0])
+        parts = msgspec.msgpack.decode(Codec(KEY).request(Renew("transfer", 1, "e"))[0])
         changed = [2, bytes(16), parts[2] + 1, pack({"type": "describe"})]
         parts[place] = changed[place]
         assert refusal(pack(parts), KEY) == ("version" if place == 0 else "key")
@@ -266,12 +276,12 @@ class TestKey:
 
     def test_a_frame_counts_once(self) -> None:
         """A replayed release would free what is being read."""
-        reader, (frame, _) = Codec(KEY), Codec(KEY).request(Release("t", 1, "r"))
+        reader, (frame, _) = Codec(KEY), Codec(KEY).request(Release("t", 1, "e", "r"))
         reader.read_request(frame)
         for _ in range(2):
             with pytest.raises(WireError, match="replay"):
                 reader.read_request(frame)
-        other, _ = Codec(KEY).request(Release("t", 1, "r"))
+        other, _ = Codec(KEY).request(Release("t", 1, "e", "r"))
         reader.read_request(other)
 
     @pytest.mark.parametrize("age", [CLOCK_SKEW + 5, -CLOCK_SKEW - 5, math.inf, math.nan, 1e300])
