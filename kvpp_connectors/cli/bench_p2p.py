@@ -2,12 +2,14 @@
 
 A source process plays the prefill side with real endpoints and a real transfer engine, this one the
 decode side. All ways move the same bytes, in turns, in one run: only ratios are of use, and a ratio
-is the median over turns of the ratio within a turn. docs/benchmarks.md.
+is the median over turns of the ratio within a turn. Each turn has an order of its own: what follows
+a synchronous batch, whose threads spin, is slower by a third. docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import secrets
 import statistics
 import time
@@ -59,7 +61,7 @@ class GroupTiming:
 
 def bench_p2p(
     megabytes: Annotated[int, typer.Option(min=1, help="Bytes of one pull, MiB.")] = 64,
-    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 15,
+    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 31,
     group: Annotated[bool, typer.Option(help="Also time two decode ranks.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     markdown: Annotated[
@@ -97,14 +99,15 @@ def bench_p2p(
 def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
     with closing(DecodeRank(shape)) as rank:
         turns = _in_turns(_pull_ways(shape, source, rank), repeats)
-    goodput = [min(turn["raw_windowed"], turn["raw_batch"]) / turn["pull"] for turn in turns]
+    medians = _medians(turns)
+    raw = min(("raw_windowed", "raw_batch"), key=lambda way: medians[way])
     return P2pTiming(
         case=_case(shape),
         block_kib=shape.block >> 10,
         megabytes=shape.bytes / 1e6,
-        pull_to_raw_goodput=statistics.median(goodput),
+        pull_to_raw_goodput=statistics.median(turn[raw] / turn["pull"] for turn in turns),
         pull_to_memcpy_goodput=statistics.median(turn["memcpy"] / turn["pull"] for turn in turns),
-        **_medians(turns),
+        **medians,
     )
 
 
@@ -182,9 +185,11 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
 
 def _in_turns(ways: dict[str, Callable[[], float | None]], repeats: int) -> Turns:
     turns: Turns = []
+    order, chance = list(ways.items()), random.Random(0)
     for _ in range(repeats + 1):
         turn = {}
-        for name, way in ways.items():
+        chance.shuffle(order)
+        for name, way in order:
             started = time.perf_counter()
             measured = way()
             turn[name] = time.perf_counter() - started if measured is None else measured

@@ -1,0 +1,336 @@
+"""vLLM's own scheduler with our connectors' scheduler halves, over workers that move no bytes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from kvpp_connectors.p2p.courier import Courier
+from kvpp_connectors.p2p.offer import OFFER_VERSION, Offer, OfferDetails, make_params, read_offer
+from kvpp_connectors.p2p.wire import Confirm, Open, Release, WorkerAddress
+from kvpp_connectors.pool.lookup import Hit, Lookup
+from kvpp_connectors.pool.messages import PoolWorkerFacts
+from tests.contract.launches import engine_config
+from tests.safety.workers import (
+    BLOCK,
+    Ending,
+    StandInStore,
+    StandInWorkers,
+    Told,
+    contents,
+    next_token,
+)
+
+__all__ = ["Kind", "Site"]
+
+PARTY = "decode/request"
+OUTPUT = 8  # tokens of an answer, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Which connectors an engine has, in the order of a MultiConnector's children."""
+
+    pd: str | None = None  # role of the P/D connector
+    pool: bool = False
+    pool_first: bool = False
+    load_async: bool = False
+    policy: str = "recompute"
+
+    def transfer_config(self) -> dict[str, Any]:
+        """The kv_transfer_config."""
+        pd = {"kv_connector": "MooncakeConnectorV2", "kv_role": self.pd, "kv_port": 0,
+              "kv_connector_extra_config": {"model_id": "m"}}  # fmt: skip
+        settings = {"master_server_address": "127.0.0.1:1", "global_segment_size": 0}
+        extra = {"mooncake": settings, "load_async": self.load_async, "model_id": "m"}
+        pool = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": extra}  # fmt: skip
+        children = [pd] * bool(self.pd) + [pool] * self.pool
+        if self.pool_first:
+            children.reverse()
+        top = children[0] if len(children) == 1 else {
+            "kv_connector": "MultiConnector", "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }  # fmt: skip
+        return {**top, "kv_load_failure_policy": self.policy}
+
+
+class StandInLookup(Lookup):
+    """Answers at once from the store, or not yet: ``later`` times."""
+
+    def __init__(self, store: StandInStore) -> None:
+        self._store = store
+        self.later = 0
+
+    def ask(
+        self, request_id: str, blocks: Sequence[Sequence[str]], wait_s: float = 0.0
+    ) -> Hit | None:
+        """The longest prefix in the store."""
+        if self.later:
+            self.later -= 1
+            return None
+        hit = 0
+        while hit < len(blocks) and all(key in self._store for key in blocks[hit]):
+            hit += 1
+        return Hit(hit)
+
+    def forget(self, request_id: str) -> None:
+        """Nothing is remembered."""
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class StandInCourier(Courier):
+    """Carries nothing; knows whose lease is kept alive."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()
+        self.not_reached = 0
+
+    def keep(self, request_id: str, offer: Offer) -> None:
+        """Until it is let go of."""
+        self.kept.add(request_id)
+
+    def release(self, request_id: str, reason: str) -> None:
+        """Let go."""
+        self.kept.discard(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Let go."""
+        self.kept.discard(request_id)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Site:
+    """One engine without a model. Methods are for one thread."""
+
+    def __init__(self, model: Path, kind: Kind, blocks: int) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.kind = kind
+        self._stack = ExitStack()
+        self.store: StandInStore = {}
+        config = engine_config(
+            model, {}, tensor_parallel_size=1, max_num_seqs=8, async_scheduling=False,
+            kv_transfer_config=_transfer_config(kind),
+        )  # fmt: skip
+        config.cache_config.num_gpu_blocks = blocks
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        with mock.patch("kvpp_connectors.pool.connector.GuardedBackend"):
+            self._scheduler: Any = Scheduler(
+                config, _kv_cache_config(blocks), StructuredOutputManager(config), BLOCK,
+                hash_block_size=BLOCK, log_stats=True,
+            )  # fmt: skip
+        self.workers = StandInWorkers(self.store, kind.load_async)
+        self.lookup, self.courier = StandInLookup(self.store), StandInCourier()
+        self._pd: Any = None
+        self._pool: Any = None
+        self._meet()
+        self._expected: dict[str, list[int]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.finished: dict[str, str] = {}  # why requests ended
+        self.offers: dict[str, tuple[dict[str, Any], list[list[int]]]] = {}  # live leases
+        self._free = self.free_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def live(self) -> list[str]:
+        """Requests that have not ended for their client."""
+        return [name for name in self._expected if name not in self.finished]
+
+    def arrive(self, name: str, prompt: Sequence[int], tokens: int, remote: bool) -> None:
+        """A request; ``remote``: with an offer at decode, for an offer at prefill."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params: dict[str, Any] | None = None
+        if remote and self.kind.pd == "kv_producer":
+            params, tokens = {"do_remote_decode": True}, 1
+        elif remote and self.kind.pd == "kv_consumer":
+            params = self._prefilled(name, prompt)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params},
+        )
+        self._expected[name] = _answer(prompt, tokens)
+        self.answers[name] = []
+        self._scheduler.add_request(
+            Request(name, list(prompt), sampling, None, block_hasher=self._hasher)
+        )
+
+    def step(self, ending: Ending) -> None:
+        """Schedule, compute, and end transfers as told; checks what every request reads."""
+        output = self._scheduler.schedule()
+        self.workers.learn(self._scheduler.requests.values())
+        told = self.workers.step(output.kv_connector_metadata, ending)
+        sampled: dict[str, list[int]] = {}
+        computed = _computed(output)
+        for name, scheduled in output.num_scheduled_tokens.items():
+            request = self._scheduler.requests[name]
+            blocks = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
+            token = self.workers.forward(request, blocks, computed[name], scheduled, told.invalid)
+            sampled[name] = [token] if token is not None else []
+        self.workers.end(ending, told)
+        self._take(self._scheduler.update_from_output(output, _runner_output(sampled, told)))
+        self._check_offers()
+
+    def abort(self, name: str) -> None:
+        """The client left."""
+        from vllm.v1.request import RequestStatus
+
+        self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.finished[name] = "abort"
+
+    def lease(self, name: str, how: str) -> None:
+        """An offer is read, released, or expires."""
+        params, _ = self.offers.pop(name)
+        details = read_offer(params).kvpp
+        key = details.transfer_id, details.generation, PARTY
+        if how == "read":
+            self._pd._judge(Open(*key, 1))
+            self._pd._judge(Confirm(*key, 0))
+        elif how == "released":
+            self._pd._judge(Release(*key, "test"))
+        else:
+            self._pd._book.expire(time.monotonic() + 1e9)
+            self.offers.clear()
+
+    def drain(self) -> None:
+        """Everything ends well; nothing may be left."""
+        self.lookup.later = 0
+        for _ in range(400):
+            for name in list(self.offers):
+                self.lease(name, "released")
+            if not self._scheduler.has_requests() and not self.workers.under_way:
+                break
+            self.step(Ending(good=frozenset(range(64))))
+        assert not self._scheduler.requests, f"still held: {list(self._scheduler.requests)}"
+        assert self.free_blocks == self._free
+        assert not self.live
+        if self._pool is not None:
+            pool = self._pool
+            assert not (pool._tracked or pool._requests or pool._found or pool._tried)
+        if self._pd is not None and self.kind.pd == "kv_consumer":
+            assert not (self._pd._offers or self._pd._pulling or self.courier.kept)
+
+    def close(self) -> None:
+        """Stop the endpoints."""
+        self._scheduler.shutdown()
+
+    def _meet(self) -> None:
+        """Replace what reaches for a network, and introduce the workers."""
+        connector = self._scheduler.connector
+        for child in getattr(connector, "_connectors", [connector]):
+            if type(child).__name__ == "AscendStoreConnector":
+                self._pool = child._scheduler
+                self._pool._lookup.close()
+                self._pool._lookup = self.lookup
+                child.set_xfer_handshake_metadata_pp_aware(
+                    {(0, 0): PoolWorkerFacts(("layer",), None)}
+                )
+            else:
+                self._pd = child._prefill or child._decode
+                if child._decode is not None:
+                    child._decode._courier.close()
+                    child._decode._courier = self.courier
+                else:
+                    child._prefill._workers = [WorkerAddress("127.0.0.1", 1, "epoch")]
+
+    def _prefilled(self, name: str, prompt: Sequence[int]) -> dict[str, Any]:
+        self.workers.offers[name] = contents(prompt)
+        details = OfferDetails(OFFER_VERSION, name, 1, [WorkerAddress("127.0.0.1", 1, "epoch")])
+        blocks = list(range(-(-len(prompt) // BLOCK)))
+        offer = Offer("prefill", "127.0.0.1", 1, [blocks], len(prompt), BLOCK, details)
+        return make_params(offer, name, 1, 1, 1)
+
+    def _take(self, outputs: dict[int, Any]) -> None:
+        for found in outputs.values():
+            for output in found.outputs:
+                name = output.request_id
+                self.answers[name] += output.new_token_ids
+                if output.finish_reason is None:
+                    continue
+                self.finished[name] = str(output.finish_reason)
+                if self.finished[name] == "length":
+                    assert self.answers[name] == self._expected[name], name
+                else:
+                    assert self.kind.policy == "fail", self.finished[name]
+                if output.kv_transfer_params:
+                    self._offered(name, output.kv_transfer_params)
+
+    def _offered(self, name: str, params: dict[str, Any]) -> None:
+        held = [list(self.workers.slots(block)) for block in params["remote_block_ids"][0]]
+        self.offers[name] = params, held
+
+    def _check_offers(self) -> None:
+        """A block on offer is nobody else's."""
+        for name, (params, held) in self.offers.items():
+            now = [self.workers.slots(block) for block in params["remote_block_ids"][0]]
+            assert now == held, f"blocks of {name} have changed while decode may read them"
+
+
+def _answer(prompt: Sequence[int], tokens: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(tokens):
+        known.append(next_token(contents(known)[-1]))
+    return known[len(prompt) :]
+
+
+def _computed(output: Any) -> dict[str, int]:
+    """Tokens that each scheduled request has computed before."""
+    new = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    return new | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
+def _runner_output(sampled: dict[str, list[int]], told: Told) -> Any:
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=list(sampled),
+        req_id_to_index={name: index for index, name in enumerate(sampled)},
+        sampled_token_ids=list(sampled.values()),
+        kv_connector_output=KVConnectorOutput(
+            finished_sending=set(told.sent),
+            finished_recving=told.received,
+            failed_recving=told.failed,
+            invalid_block_ids=told.invalid,
+        ),
+    )
+
+
+def _transfer_config(kind: Kind) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**copy.deepcopy(kind.transfer_config()))
+
+
+def _kv_cache_config(blocks: int) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MLAAttentionSpec,
+    )
+
+    spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    return KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])

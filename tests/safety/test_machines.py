@@ -1,0 +1,57 @@
+"""The scheduler halves of p2p, pool and multi under random interleavings, on vLLM's own scheduler.
+
+Properties S1, S2, S3, S6 and S9; field reports 2.1 to 2.6, 2.8, 2.9, 4.1, 4.2, 4.6 and 6.1.
+`SAFETY_EXAMPLES=N` runs N examples of up to 50 rules for each kind of engine.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.contract.launches import write_mla
+from tests.safety.machine import Requests
+from tests.safety.site import Kind
+
+EXAMPLES = int(os.environ.get("SAFETY_EXAMPLES", "200"))
+PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
+
+KINDS = {
+    "pool": Kind(pool=True),
+    "pool, between steps": Kind(pool=True, load_async=True),
+    "pool, failing": Kind(pool=True, policy="fail"),
+    "pool, between steps, failing": Kind(pool=True, load_async=True, policy="fail"),
+    "prefill": Kind(PRODUCER),
+    "decode": Kind(CONSUMER),
+    "decode, failing": Kind(CONSUMER, policy="fail"),
+    "prefill and pool": Kind(PRODUCER, pool=True),
+    "pool and prefill, between steps": Kind(PRODUCER, pool=True, pool_first=True, load_async=True),
+    "decode and pool": Kind(CONSUMER, pool=True),
+    "pool and decode, between steps": Kind(CONSUMER, pool=True, pool_first=True, load_async=True),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json."""
+    return write_mla(tmp_path_factory.mktemp("safety") / "model")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_interleaving_ends_well(name: str, model: Path) -> None:
+    """Blocks, bytes, answers and accounts, after every step and in the end."""
+    machine = type("Machine", (Requests,), {"kind": KINDS[name], "model": model})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=50,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
