@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import Phase, settings
 
+settings.register_profile("first-failure", phases=(Phase.explicit, Phase.generate))
 os.environ.update(
     {
         # One thread a rank, not pinned: two ranks share two cores with whatever else runs.

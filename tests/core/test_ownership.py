@@ -1,4 +1,7 @@
-"""Section 2.1: bundles, and who keeps them."""
+"""Section 2.1: bundles, and who keeps them.
+
+Field report 3.2: one number for three kinds of layer index.
+"""
 
 from __future__ import annotations
 

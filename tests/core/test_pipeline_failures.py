@@ -2,6 +2,7 @@
 
 Two gloo ranks; rank 0 keeps layers 0..3, rank 1 layers 4..7. Every scenario runs on the CPU device
 and on the simulated one.
+Field report 4.2: a failed load is told everywhere.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Each test has a twin that takes away just that ordering, and then must see wrong bytes: so the test
 would go red. Two gloo ranks; rank 0 keeps layers 0..3, rank 1 layers 4..7; slot = layer % 2.
+Field report 5.3: use before ready.
 """
 
 from __future__ import annotations

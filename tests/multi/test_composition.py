@@ -2,6 +2,7 @@
 
 Field report 1.3: a child inside MultiConnector gets a different identity or config than it would
 get alone. The models are a config.json alone, so nothing here can have loaded weights.
+Field report 1.4 for compositions.
 """
 
 from __future__ import annotations

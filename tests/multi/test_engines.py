@@ -1,6 +1,7 @@
 """Prefill with P/D and pool children under KVPP, decode alone: both children serve one request.
 
 Prefill is restarted, so that what it loads comes from the pool and not from its own cache.
+Field report 2.9: one child loads, both save, blocks are freed once.
 """
 
 from __future__ import annotations

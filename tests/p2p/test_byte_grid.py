@@ -4,6 +4,7 @@ Real workers, control ports, leases and Transfer Engines over loopback; no vLLM 
 row says which component, block and worker it is of, and memory around the payload is sentinel.
 Field reports 3.1 (pipeline stages paired by position), 3.4 (draft layers and scales do not travel),
 3.7 (unequal rank counts) and 1.2 (unlike peers that shake hands).
+3.2: layers have names here, never numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a store answers, however odd, becomes one outcome a key, in words. Over scripted clients."""
+"""What a store answers, however odd, becomes one outcome a key, in words. Over scripted clients.
+
+Field report 7.3: codes in words.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A store that is gone is left alone, and found again by one loop."""
+"""A store that is gone is left alone, and found again by one loop.
+
+Field report 4.4: a store that goes and comes back.
+"""
 
 from __future__ import annotations
 

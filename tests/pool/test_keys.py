@@ -1,4 +1,8 @@
-"""Unlike engines never share a pool object, like ones always do."""
+"""Unlike engines never share a pool object, like ones always do.
+
+Field reports 3.3 (ranks that are not equal), 3.5 (what decides bytes), 3.6 (who asks: by vLLM's
+block hashes) and 4.5 (writers and readers that name one block differently).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An object holds the bytes that its rank keeps, all of them and no others."""
+"""An object holds the bytes that its rank keeps, all of them and no others.
+
+Field report 3.4: draft layers and scales belong to the object.
+"""
 
 from __future__ import annotations
 

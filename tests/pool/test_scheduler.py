@@ -2,6 +2,7 @@
 
 Field reports 2.4 (late, repeated and unknown messages) and 2.8 (asked again after preemption). The
 requests and outputs of vLLM's scheduler are stand-ins with the fields that are read.
+Field reports 2.5 (saves of blocks that are not there), 2.6 (an idle engine) and 4.6 (full hits).
 """
 
 from __future__ import annotations

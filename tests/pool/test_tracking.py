@@ -2,6 +2,7 @@
 
 Field reports 2.5 (a store job reads a block at the wrong moment) and 3.1: what is filed under a key
 must be what its tokens give.
+Field reports 4.2 (what was computed from a failed load) and 5.1 (drafts that are not final).
 """
 
 from __future__ import annotations

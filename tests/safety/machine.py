@@ -34,6 +34,7 @@ class Requests(RuleBasedStateMachine):
         self.longest = (blocks - 2) * BLOCK - OUTPUT
         self.count = 0
 
+    @precondition(lambda self: len(self.site.live) < 10)
     @rule(
         prefix=st.integers(0, 1),
         shared=st.integers(0, 5 * BLOCK),
@@ -52,11 +53,11 @@ class Requests(RuleBasedStateMachine):
         """The engine's next step."""
         self.site.step(Ending(good, bad - good, loads_fail))
 
-    @rule(steps=st.integers(2, 6))
-    def steps(self, steps: int) -> None:
-        """Steps in which everything goes well."""
+    @rule(steps=st.integers(2, 20), end=st.booleans())
+    def steps(self, steps: int, end: bool) -> None:
+        """Steps in which every transfer ends well, or none ends at all."""
         for _ in range(steps):
-            self.site.step(Ending(good=frozenset(range(8))))
+            self.site.step(Ending(good=frozenset(range(8 if end else 0))))
 
     @precondition(lambda self: self.site.live)
     @rule(chosen=st.integers(0, 7))

@@ -30,7 +30,7 @@ from tests.safety.workers import (
 __all__ = ["Kind", "Site"]
 
 PARTY = "decode/request"
-OUTPUT = 8  # tokens of an answer, at most
+OUTPUT = 48  # tokens of an answer, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Site:
     def drain(self) -> None:
         """Everything ends well; nothing may be left."""
         self.lookup.later = 0
-        for _ in range(400):
+        for _ in range(100 + 200 * len(self._scheduler.requests)):
             for name in list(self.offers):
                 self.lease(name, "released")
             if not self._scheduler.has_requests() and not self.workers.under_way:

@@ -1,7 +1,7 @@
 """The scheduler halves of p2p, pool and multi under random interleavings, on vLLM's own scheduler.
 
-Properties S1, S2, S3, S6 and S9; field reports 2.1 to 2.6, 2.8, 2.9, 4.1, 4.2, 4.6 and 6.1.
-`SAFETY_EXAMPLES=N` runs N examples of up to 50 rules for each kind of engine.
+Properties S1, S2, S3, S6 and S9; field reports 2.4, 2.5, 2.6, 2.8, 2.9, 4.1, 4.2, 4.6 and 6.1.
+Always the same examples; `SAFETY_EXAMPLES=N` runs N others of up to 50 rules for each kind of engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.contract.launches import write_mla
 from tests.safety.machine import Requests
 from tests.safety.site import Kind
 
-EXAMPLES = int(os.environ.get("SAFETY_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("SAFETY_EXAMPLES", "60"))
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 KINDS = {
@@ -52,6 +52,7 @@ def test_every_interleaving_ends_well(name: str, model: Path) -> None:
             max_examples=EXAMPLES,
             stateful_step_count=50,
             deadline=None,
+            derandomize="SAFETY_EXAMPLES" not in os.environ,
             suppress_health_check=list(HealthCheck),
         ),
     )

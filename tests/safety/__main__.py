@@ -1,0 +1,60 @@
+"""`python -m tests.safety`: break every property once, and see its test fail.
+
+In a copy of the project; the table that it prints is the one in docs/safety.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.safety.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parent.parent.parent
+BOUND = 300.0  # seconds of one test
+# No shrinking: that it fails is all that is asked.
+PYTEST = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
+PYTEST += ["--hypothesis-profile", "first-failure"]
+
+
+def main() -> int:
+    """Print one line for each mutation; 1 if a test passed that should have failed."""
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "project"
+        ignored = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for mutation in MUTATIONS:
+            red = _fails(copy, mutation)
+            survived += not red
+            verdict = "red" if red else "SURVIVED"
+            print(f"{mutation.breaks:4} {verdict:9} {mutation.what}: {mutation.test}", flush=True)
+    print(f"{len(MUTATIONS) - survived} of {len(MUTATIONS)} mutations are found")
+    return int(survived > 0)
+
+
+def _fails(copy: Path, mutation: Mutation) -> bool:
+    """Whether the test fails in the changed copy; it hangs or passes otherwise."""
+    file = copy / mutation.file
+    source = file.read_text()
+    file.write_text(source.replace(mutation.old, mutation.new))
+    try:
+        ended = subprocess.run(
+            [*PYTEST, mutation.test],
+            cwd=copy,
+            capture_output=True,
+            timeout=BOUND,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        file.write_text(source)
+    return ended.returncode == 1  # tests ran, and failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
