@@ -1,7 +1,7 @@
 """The scheduler halves of p2p, pool and multi under random interleavings, on vLLM's own scheduler.
 
 Properties S1, S2, S3, S6 and S9; field reports 2.4, 2.5, 2.6, 2.8, 2.9, 4.1, 4.2, 4.6 and 6.1.
-Always the same examples; `SAFETY_EXAMPLES=N` runs N others of up to 50 rules for each kind of engine.
+Always the same examples; `SAFETY_EXAMPLES=N` runs N others, of up to 50 rules, for each kind.
 """
 
 from __future__ import annotations
