@@ -54,9 +54,13 @@ class Tracked:
         return self._take(filled)
 
     def preempted(self) -> None:
-        """Its blocks are given to others: nothing that it filled is saved any more."""
+        """Its blocks are given to others: nothing that it filled is saved any more.
+
+        Nothing reads them either, so that it holds none. vLLM takes one report of a request's end:
+        one that is loading again, and is aborted, is named when its load has ended.
+        """
         self._filled.clear()
-        self.blocks, self.done = [], 0
+        self.blocks, self.done, self.holds = [], 0, False
 
     def _take(self, filled: int) -> BlockJob | None:
         filled = min(filled, len(self.hashes), len(self.blocks))

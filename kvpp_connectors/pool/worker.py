@@ -6,7 +6,7 @@ else before its save has read it. Loads run on another thread, or before the ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -137,7 +137,7 @@ class PoolWorker:
             else:
                 self._note_load(job, self._load(step.namespace, job))
 
-    def release(self, preempted: Iterable[str]) -> None:
+    def release(self, preempted: Collection[str]) -> None:
         """Return when no save reads a block of these requests any more."""
         running = [save.copied for name in preempted for save in self._saves.get(name, ())]
         _, late = wait(running, self._facts.options.hold_timeout_s)
@@ -148,6 +148,8 @@ class PoolWorker:
                 f"{self._facts.options.hold_timeout_s:g} s; waiting on",
             )
             wait(late)
+        for name in preempted:
+            self._saves.pop(name, None)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests that are saved, whose load has ended, and whose load has failed.

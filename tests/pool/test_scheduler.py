@@ -158,6 +158,22 @@ def test_a_preempted_request_may_load_again_and_saves_nothing_of_before(
     assert scheduler.external_tokens(request, 0) == 4 * BLOCK
 
 
+def test_a_preempted_request_that_ends_is_reported_once(scheduler: PoolScheduler) -> None:
+    """2.4: one that is aborted while it loads again is named by its load, and by nothing else.
+
+    vLLM frees a request at the first report and dies at the second.
+    """
+    request = StandInRequest()
+    first_step(scheduler, request)
+    request.num_computed_tokens = 100
+    assert scheduler.build_step(output()).saves
+    scheduler.build_step(output(preempted=["r"]))
+    scheduler.allocated(request, list(range(20, 27)), scheduler.external_tokens(request, 0) or 0)
+    assert scheduler.build_step(output()).loads
+    assert not scheduler.finished(request, ended_well=False)
+    assert not scheduler.build_step(output()).ended
+
+
 def test_an_aborted_request_saves_nothing_and_holds_nothing(scheduler: PoolScheduler) -> None:
     request = StandInRequest()
     first_step(scheduler, request)

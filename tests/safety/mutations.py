@@ -132,7 +132,8 @@ MUTATIONS = [
     Mutation(
         "S9", "a preempted request is saved from blocks that were its own",
         "kvpp_connectors/pool/tracking.py",
-        "        self._filled.clear()\n        self.blocks, self.done = [], 0\n", "        pass\n",
+        "        self._filled.clear()\n        self.blocks, self.done, self.holds = [], 0, False\n",
+        "        self.holds = False\n",
         "tests/pool/test_tracking.py",
     ),
     Mutation(
