@@ -36,7 +36,7 @@ def prefill(model: Path) -> Iterator[RemoteEngine]:
         model.parent / "prefill.log",
         additional_config=kvpp_on(),
         tp=2,
-        kv_transfer_config=transfer("kv_producer", 37300, lease_seconds=60.0),
+        kv_transfer_config=transfer("kv_producer", 27300, lease_seconds=60.0),
     ) as engine:
         yield engine.wait_ready()
 
@@ -51,7 +51,7 @@ def decode(model: Path) -> Iterator[RemoteEngine]:
         tp=1,
         blocks=BLOCKS,
         max_model_len=160,
-        kv_transfer_config=transfer("kv_consumer", 37310, "fail"),
+        kv_transfer_config=transfer("kv_consumer", 27310, "fail"),
     ) as engine:
         yield engine.wait_ready()
 

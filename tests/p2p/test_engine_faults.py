@@ -43,7 +43,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))
     names = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
     timeouts = {name: str(READ_TIMEOUT) for name in names}
-    pair = Pair(folder, model, 37400, {"blocks": BLOCKS}, timeouts, {"window": WINDOW})
+    pair = Pair(folder, model, 27400, {"blocks": BLOCKS}, timeouts, {"window": WINDOW})
     failing = replace(pair, policy="fail")
     try:
         pair.start_prefill()

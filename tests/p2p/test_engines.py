@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     """Sparse models with a draft layer on both sides."""
     folder = tmp_path_factory.mktemp("pd")
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))
-    engines = Pair(folder, model, 37200)
+    engines = Pair(folder, model, 27200)
     try:
         engines.start_decode()
         engines.start_prefill()

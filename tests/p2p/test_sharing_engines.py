@@ -42,7 +42,7 @@ def test_two_ranks_share_and_answer_like_one_that_computes(tmp_path: Path) -> No
             model,
             tmp_path / "prefill.log",
             additional_config=kvpp_off(),
-            kv_transfer_config=transfer("kv_producer", 37500),
+            kv_transfer_config=transfer("kv_producer", 27500),
             tp=1,
         ) as prefill,
         RemoteEngine(
@@ -50,7 +50,7 @@ def test_two_ranks_share_and_answer_like_one_that_computes(tmp_path: Path) -> No
             tmp_path / "decode.log",
             additional_config=kvpp_off(),
             worker_extension_cls=f"{__name__}.Pulls",
-            kv_transfer_config=transfer("kv_consumer", 37510, share_pulls=True, share_wait_s=60.0),
+            kv_transfer_config=transfer("kv_consumer", 27510, share_pulls=True, share_wait_s=60.0),
             tp=2,
         ) as decode,
     ):
