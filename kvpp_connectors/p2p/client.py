@@ -45,7 +45,7 @@ def release(
         PeerUnreachable: no answer within ``timeout`` seconds.
     """
     offer = read_offer(params)
-    told = Release(offer.kvpp.transfer_id, offer.kvpp.generation, _PARTY, reason)
+    told = Release(*offer.lease(_PARTY), reason)
     reply = ask_once(offer.remote_host, offer.remote_port, key, timeout, told, attempts=1)
     return isinstance(reply, Released)
 

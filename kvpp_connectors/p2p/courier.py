@@ -44,7 +44,7 @@ class _Kept:
     @property
     def lease(self) -> tuple[str, int, str]:
         """How a message names it."""
-        return self.offer.kvpp.transfer_id, self.offer.kvpp.generation, self.party
+        return self.offer.lease(self.party)
 
 
 class Courier:

@@ -50,6 +50,10 @@ class Offer(msgspec.Struct, frozen=True):
         """Blocks of the prompt, in order."""
         return self.remote_block_ids[0]
 
+    def lease(self, party: str) -> tuple[str, int, str]:
+        """How a message of ``party`` names the lease: transfer id, generation, party."""
+        return self.kvpp.transfer_id, self.kvpp.generation, party
+
 
 def make_params(offer: Offer, request_id: str, tp: int, pp: int, pcp: int) -> dict[str, Any]:
     """``kv_transfer_params`` of a finished prefill request: JSON values only."""

@@ -42,13 +42,9 @@ class ReaderLease:
         key: bytes | None,
         timeout: float,
     ) -> None:
-        self._offer = offer.kvpp
+        self._transfer_id = offer.kvpp.transfer_id
         self._reader, self._readers = reader
-        self._transfer = (
-            self._offer.transfer_id,
-            self._offer.generation,
-            party_of(engine_id, request_id),
-        )
+        self._lease = offer.lease(party_of(engine_id, request_id))
         self._client = ControlClient(offer.remote_host, offer.remote_port, key, timeout)
 
     def open(self) -> None:
@@ -57,7 +53,7 @@ class ReaderLease:
         Raises:
             PullFailed: the lease is over, another request's, or nobody answers.
         """
-        self._expect(Granted, Open(*self._transfer, self._readers))
+        self._expect(Granted, Open(*self._lease, self._readers))
 
     def confirm(self) -> None:
         """Say that every read has ended, and hear that the bytes count.
@@ -65,16 +61,16 @@ class ReaderLease:
         Raises:
             PullFailed: they do not, or nobody answers.
         """
-        self._expect(Valid, Confirm(*self._transfer, self._reader))
+        self._expect(Valid, Confirm(*self._lease, self._reader))
 
     def release(self, reason: str) -> None:
         """Best effort: where it does not arrive, the lease runs out."""
         if reason in ("gone", "unreachable"):
             return
         try:
-            self._client.ask(Release(*self._transfer, reason), attempts=1)
+            self._client.ask(Release(*self._lease, reason), attempts=1)
         except PeerUnreachable as error:
-            logger.warning("transfer %s was not released: %s", self._offer.transfer_id, error)
+            logger.warning("transfer %s was not released: %s", self._transfer_id, error)
 
     def close(self) -> None:
         """Close the connection."""

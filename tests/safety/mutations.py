@@ -39,6 +39,10 @@ class Mutation:
 
 MACHINES = "tests/safety/test_machines.py::test_every_interleaving_ends_well"
 ORDERING = "tests/core/test_pipeline_ordering.py::"
+WAIT_FOR_COMPUTE = (
+    "        transfer.wait(self._device.compute.record(), "
+    'f"computation before layer {bundle.layer}")\n'
+)
 FAILURES = "tests/core/test_pipeline_failures.py::"
 
 MUTATIONS = [
@@ -112,9 +116,7 @@ MUTATIONS = [
     Mutation(
         "S7", "a broadcast does not wait for the owner's earlier writes",
         "kvpp_core/pipeline.py",
-        "        transfer.wait(self._device.compute.record(), "
-        'f"computation before layer {bundle.layer}")\n',
-        "",
+        WAIT_FOR_COMPUTE, "",
         f"{ORDERING}test_a_broadcast_covers_the_owners_earlier_late_write",
     ),
     Mutation(
@@ -139,9 +141,7 @@ MUTATIONS = [
     Mutation(
         "S10", "a slot is refilled while its last reader still reads",
         "kvpp_core/pipeline.py",
-        "        transfer.wait(self._device.compute.record(), "
-        'f"computation before layer {bundle.layer}")\n',
-        "",
+        WAIT_FOR_COMPUTE, "",
         f"{ORDERING}test_a_slot_is_not_refilled_before_its_late_reader_is_done",
     ),
     Mutation(

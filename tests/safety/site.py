@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,8 +42,10 @@ class Kind:
     load_async: bool = False
     policy: str = "recompute"
 
-    def transfer_config(self) -> dict[str, Any]:
-        """The kv_transfer_config."""
+    def transfer_config(self) -> Any:
+        """The KVTransferConfig."""
+        from vllm.config import KVTransferConfig
+
         pd = {"kv_connector": "MooncakeConnectorV2", "kv_role": self.pd, "kv_port": 0,
               "kv_connector_extra_config": {"model_id": "m"}}  # fmt: skip
         settings = {"master_server_address": "127.0.0.1:1", "global_segment_size": 0}
@@ -58,7 +59,7 @@ class Kind:
             "kv_connector": "MultiConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {"connectors": children},
         }  # fmt: skip
-        return {**top, "kv_load_failure_policy": self.policy}
+        return KVTransferConfig(**top, kv_load_failure_policy=self.policy)
 
 
 class StandInLookup(Lookup):
@@ -124,7 +125,7 @@ class Site:
         self.store: StandInStore = {}
         config = engine_config(
             model, {}, tensor_parallel_size=1, max_num_seqs=8, async_scheduling=False,
-            kv_transfer_config=_transfer_config(kind),
+            kv_transfer_config=kind.transfer_config(),
         )  # fmt: skip
         config.cache_config.num_gpu_blocks = blocks
         init_none_hash(sha256)
@@ -203,8 +204,7 @@ class Site:
     def lease(self, name: str, how: str) -> None:
         """An offer is read, released, or expires."""
         params, _ = self.offers.pop(name)
-        details = read_offer(params).kvpp
-        key = details.transfer_id, details.generation, PARTY
+        key = read_offer(params).lease(PARTY)
         if how == "read":
             self._pd._judge(Open(*key, 1))
             self._pd._judge(Confirm(*key, 0))
@@ -316,12 +316,6 @@ def _runner_output(sampled: dict[str, list[int]], told: Told) -> Any:
             invalid_block_ids=told.invalid,
         ),
     )
-
-
-def _transfer_config(kind: Kind) -> Any:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(**copy.deepcopy(kind.transfer_config()))
 
 
 def _kv_cache_config(blocks: int) -> Any:

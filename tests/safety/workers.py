@@ -80,7 +80,6 @@ class StandInWorkers:
         self._ended: set[str] = set()
         self._extra_saves: dict[str, int] = {}
         self._namespace: Namespace | None = None
-        self.loaded = self.saved = self.pulled = 0
 
     @property
     def under_way(self) -> int:
@@ -184,7 +183,6 @@ class StandInWorkers:
             )
             for key in self._keys(found) if well else ():
                 self._store[key] = held
-                self.saved += 1
 
     def _load(self, job: BlockJob, well: bool) -> set[int]:
         bad = set()
@@ -192,7 +190,6 @@ class StandInWorkers:
             held = [self._store.get(key) for key in self._keys(found)]
             if well and held[0] is not None:
                 self._memory[block] = list(held[0])
-                self.loaded += 1
             else:
                 self._memory[block] = [_GARBAGE] * BLOCK
                 bad.add(block)
@@ -205,7 +202,6 @@ class StandInWorkers:
             self._memory[here] = held + [_GARBAGE] * (BLOCK - len(held))
             if not well:
                 self._memory[here] = [_GARBAGE] * BLOCK
-            self.pulled += well
         return set() if well else set(pull.local_blocks)
 
     def _keys(self, found: bytes) -> list[str]:
