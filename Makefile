@@ -19,7 +19,7 @@ $(VENV)/.ready: pyproject.toml .ci/setup .ci/overrides.txt
 demo: $(VENV)/.ready ## run KVPP off and on in a real engine and compare
 	@$(BIN)/kvpp demo $(ARGS)
 
-test: lint ## lint, type-check and run all tests
+test: lint docs ## lint, type-check, build the site and run all tests
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes and ranks (hours; ARGS="--only mla eager")
@@ -42,9 +42,12 @@ lint: $(VENV)/.ready ## ruff and mypy
 wheel: $(VENV)/.ready ## build the wheel into dist/
 	@$(BIN)/python -m build --wheel --outdir dist .
 
-docs: ## build docs/ as a site into site/, in an environment of its own
-	@python3 -m venv $(VENV)-docs && $(VENV)-docs/bin/pip install -q 'mkdocs>=1.6'
-	@$(VENV)-docs/bin/mkdocs build --quiet --config-file .ci/mkdocs.yml
+# Not --quiet: it hides warnings from --strict, too.
+docs: $(VENV)-docs/.ready ## build docs/ as a site into site/; a dead link or anchor is an error
+	@NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+$(VENV)-docs/.ready: .ci/docs.txt
+	@bash .ci/setup docs
 
 clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ from typer.testing import CliRunner
 from kvpp_connectors.cli.doctor import examine
 from kvpp_connectors.cli.main import app
 from kvpp_connectors.engine.hooks import HOOKS
+from tests.contract.checking import WIDE, Checked, check_all
 from tests.contract.processes import run
 
 COMMANDS = sorted(
     command.callback.__name__ for command in app.registered_commands if command.callback
 )
 ON = '{"enable_kvpp": true}'
-WIDE = {"COLUMNS": "250", "TERM": "dumb"}
 
 
 def test_the_installed_command_lists_its_commands(tmp_path: Path) -> None:
@@ -46,32 +45,6 @@ def test_no_command_is_answered_with_the_help() -> None:
     assert all(command in result.output for command in COMMANDS)
     unknown = CliRunner().invoke(app, ["chek"], env=WIDE)
     assert unknown.exit_code == 2 and "chek" in unknown.output
-
-
-# Every line in one process: importing vLLM takes longer than all of them together. Its logging is
-# left at vLLM's default, which is INFO.
-CHECK_ALL = """
-import json, sys
-from kvpp_connectors.cli.main import app
-
-codes = {}
-for name, line in json.loads(sys.argv[1]).items():
-    print("CHECK", name, flush=True)
-    try:
-        app(["check", "--", *line])
-    except SystemExit as error:
-        codes[name] = error.code
-    sys.stdout.flush()
-print("CODES", json.dumps(codes))
-"""
-
-
-@dataclass(frozen=True)
-class Checked:
-    """What `kvpp check` printed on stdout, and its exit code."""
-
-    code: int
-    lines: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -108,20 +81,7 @@ def checked(
         "not serve": ["vllm", "bench"],
         "no vllm": [str(mla_model)],
     }
-    finished = run(
-        [sys.executable, "-c", CHECK_ALL, json.dumps(lines)],
-        tmp_path_factory.mktemp("check"),
-        VLLM_LOGGING_LEVEL=None,
-        **WIDE,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    text, _, codes = finished.stdout.rpartition("CODES ")
-    parts = text.split("CHECK ")
-    assert parts[0] == "" and len(parts) == len(lines) + 1
-    return {
-        name: Checked(code, part.removeprefix(name).strip().splitlines())
-        for (name, code), part in zip(json.loads(codes).items(), parts[1:], strict=True)
-    }
+    return check_all(lines, tmp_path_factory.mktemp("check"))
 
 
 @pytest.mark.parametrize("name", ["good", "guide"])

@@ -61,9 +61,6 @@ class MooncakeSettings(BaseModel):
     local_buffer_size: Bytes = Field(
         default=0, description="memory that Mooncake takes for itself; not needed here"
     )
-    staging_bytes: Bytes = Field(
-        default=64 << 20, description="memory for packing objects, twice: for saving and loading"
-    )
     preferred_segment: bool = Field(
         default=False, description="keep what a worker saves in its own segment while there is room"
     )
