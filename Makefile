@@ -13,7 +13,7 @@ help: ## list the targets
 
 setup: $(VENV)/.ready ## make the virtual environment
 
-$(VENV)/.ready: pyproject.toml .ci/setup .ci/overrides.txt
+$(VENV)/.ready: pyproject.toml .ci/setup .ci/overrides.txt .ci/memcache.txt
 	@bash .ci/setup
 
 demo: $(VENV)/.ready ## run KVPP off and on in a real engine and compare

@@ -2,7 +2,7 @@
 
 It answers as facts about memcache_hybrid 1.3.0 say that MemCache does (codes, directions, sizes),
 over a dict in this process. What it cannot show: device memory, several processes, real eviction
-timing, real leases. The control plane is tested against the real MetaService (test_memcache.py).
+timing, real leases. test_memcache_real.py tests the control plane against the real MetaService.
 """
 
 from __future__ import annotations

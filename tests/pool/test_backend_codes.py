@@ -58,6 +58,7 @@ class Client:
         return "here"
 
     def close(self) -> int:
+        self.calls.append(("close", ()))
         return 0
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -292,6 +293,22 @@ def test_a_schedulers_memcache_client_never_registers_nor_moves(
     assert client.calls == [("init", (0, False))]
     with pytest.raises(KvppError, match="cannot save"):
         backend.put(KEYS, ONE_PIECE)
+
+
+@pytest.mark.parametrize("answer", [[-3014], [-3004], None])
+def test_a_memcache_client_that_starts_without_a_link_is_closed_and_another_one_made(
+    client: Client, tmp_path: Path, answer: Any
+) -> None:
+    """As MemCache's are after one that did not start; it never links such a client later."""
+    (tmp_path / "conf").touch()
+    environment = {"MMC_LOCAL_CONFIG_PATH": str(tmp_path / "conf")}
+    backend = MemCacheBackend(MemoryKind.HOST, 0, True, environment, lambda: client)
+    client.exists = lambda keys: answer
+    with pytest.raises(PoolUnavailable, match="MemCache"):
+        backend.connect()
+    client.exists = lambda keys: [0] * len(keys)
+    backend.connect()
+    assert [name for name, _ in client.calls] == ["init", "close", "init"]
 
 
 @pytest.mark.parametrize(

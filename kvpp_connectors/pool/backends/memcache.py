@@ -20,8 +20,8 @@ from kvpp_connectors.pool.backends.base import (
     Result,
     all_ended,
 )
-from kvpp_connectors.pool.backends.codes import CodeBook
-from kvpp_connectors.pool.backends.store import StoreBackend
+from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
+from kvpp_connectors.pool.backends.store import PROBE, StoreBackend
 from kvpp_core.errors import KvppError
 
 __all__ = ["CONFIG_VARIABLE", "MemCacheBackend", "MemoryKind", "new_client"]
@@ -169,7 +169,23 @@ class MemCacheBackend(StoreBackend):
                 f"MemCache's client did not start on device {self._device_id} with {path} "
                 f"(code {code}): is its MetaService running at ock.mmc.meta_service_url?{needs}"
             )
+        self._check_link(client)
         return client
+
+    def _check_link(self, client: Any) -> None:
+        """Close a client that says it has started and reaches nobody.
+
+        After an init() that failed MemCache 1.3.0 answers the next one with 0, yet never links it
+        to the MetaService. Only close() ends that: the client after it is sound.
+        """
+        try:
+            (code,) = ask(lambda: client.batch_is_exist([PROBE]), [PROBE], "batch_is_exist")
+        except NoAnswer as error:
+            client.close()
+            raise PoolUnavailable(f"MemCache: {error}") from error
+        if code < 0:
+            client.close()
+            raise PoolUnavailable(self._refusal(_BOOK.outcome(code), 1))
 
     def _register(self, client: Any, address: int, size: int) -> None:
         code = client.register_buffer(address, size)

@@ -12,11 +12,11 @@ from kvpp_connectors.pool.backends.base import Buffer, Outcome, PoolUnavailable,
 from kvpp_connectors.pool.backends.codes import CodeBook, NoAnswer, ask
 from kvpp_connectors.pool.backends.handle import Handle
 
-__all__ = ["StoreBackend"]
+__all__ = ["PROBE", "StoreBackend"]
 
 logger = get_logger(__name__)
 
-_PROBE = "kvpp-probe"  # a key that nobody saves
+PROBE = "kvpp-probe"  # a key that nobody saves
 
 
 class StoreBackend(ABC):
@@ -46,7 +46,7 @@ class StoreBackend(ABC):
                     self._register(client, address, size)
                 if not self._handle.set(client):
                     client.close()
-            self.exist([_PROBE])
+            self.exist([PROBE])
 
     def register(self, address: int, size: int) -> None:
         """See Backend."""
