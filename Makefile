@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-contract test-matrix soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,10 @@ test: lint docs ## lint, type-check, build the site and run all tests
 
 test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes and ranks (hours; ARGS="--only mla eager")
 	@$(BIN)/python -m tests.matrix $(ARGS)
+
+test-contract: $(VENV)/.ready ## check the hooks in released wheels of vLLM and vllm-ascend
+	@$(BIN)/python -m pytest tests/contract/test_hooks.py tests/contract/test_vllm_wheels.py \
+		tests/contract/test_ascend_wheels.py $(ARGS)
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-__all__ = ["CONNECTORS", "MULTI", "children_of", "connectors_concern_us", "register"]
+__all__ = [
+    "CONNECTORS",
+    "MULTI",
+    "children_of",
+    "connectors_concern_us",
+    "has_native_kvpp",
+    "register",
+]
 
 _MARK = "__kvpp_wrapped__"
 CONNECTORS = {  # name, its module
@@ -25,11 +33,34 @@ def register() -> None:
     """Wrap the platform's configuration hooks. May be called any number of times."""
     from vllm.platforms import current_platform
 
-    if current_platform.device_type == "npu" and find_spec("vllm_ascend.distributed.kvpp"):
-        return  # vllm-ascend >= 0.28 has a KVPP of its own under the same switch
+    if current_platform.device_type == "npu" and has_native_kvpp():
+        _say_who_serves()
+        return
     platform = type(current_platform)
     _wrap(platform, "apply_config_platform_defaults", _examine)
     _wrap(platform, "check_and_update_config", _configure)
+
+
+def has_native_kvpp() -> bool:
+    """Whether the installed vllm-ascend has a KVPP of its own under the same switch (>= 0.28).
+
+    Its files are looked at, not imported: importing vllm-ascend from a plug-in goes in circles.
+    """
+    spec = find_spec("vllm_ascend")
+    if spec is None or spec.origin is None:
+        return False
+    config = Path(spec.origin).with_name("ascend_config.py")
+    return config.is_file() and "enable_kvpp" in config.read_text(encoding="utf-8")
+
+
+def _say_who_serves() -> None:
+    from kvpp_connectors.log import get_logger
+
+    get_logger(__name__).info(
+        "this vllm-ascend has a KVPP of its own: kvpp-connectors leaves the engine alone. Its "
+        "connectors serve engines without KVPP where kv_transfer_config names them: %s",
+        ", ".join(f'"kv_connector_module_path": "{module}"' for module in CONNECTORS.values()),
+    )
 
 
 def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]], None]) -> None:

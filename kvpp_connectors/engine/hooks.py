@@ -21,6 +21,7 @@ from kvpp_core.errors import KvppError
 
 __all__ = [
     "HOOKS",
+    "MADE_FOR",
     "Hook",
     "Part",
     "check_hooks",
@@ -28,10 +29,16 @@ __all__ = [
     "draft_cache_names",
     "hook_layers",
     "hooks_of",
+    "installed_hooks",
     "installed_vllm",
+    "members",
     "missing_hooks",
+    "platform_hooks",
     "vllm_version",
+    "worker_hooks",
 ]
+
+MADE_FOR = "vLLM 0.32, and vllm-ascend 0.23 on vLLM 0.23"
 
 
 class Part(StrEnum):
@@ -39,6 +46,7 @@ class Part(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"
+    NPU = "npu"
     V1 = "Model Runner V1"
     V2 = "Model Runner V2"
 
@@ -67,20 +75,20 @@ class Hook:
         return None
 
 
-def _members(
+def members(
     module: str, owner: str, names: str, needed_by: tuple[Part, ...] = ()
 ) -> tuple[Hook, ...]:
     """A row for each of the names, which are separated by blanks, of a class."""
     return tuple(Hook(module, f"{owner}.{name}", (), needed_by) for name in names.split())
 
 
-def _platform(module: str, owner: str, part: Part) -> tuple[Hook, ...]:
+def platform_hooks(module: str, owner: str, part: Part) -> tuple[Hook, ...]:
     """What the plug-in wraps of a platform."""
     hooks = ("apply_config_platform_defaults", "check_and_update_config")
     return tuple(Hook(module, f"{owner}.{name}", ("vllm_config",), (part,)) for name in hooks)
 
 
-def _worker(module: str, owner: str, part: Part) -> tuple[Hook, ...]:
+def worker_hooks(module: str, owner: str, part: Part) -> tuple[Hook, ...]:
     """What the mixin overrides and reads of the worker below it."""
     methods = "init_device determine_available_memory get_kv_cache_spec shutdown"
     attributes = (
@@ -88,8 +96,7 @@ def _worker(module: str, owner: str, part: Part) -> tuple[Hook, ...]:
         "device"
     )
     return (
-        *_members(module, owner, f"{methods} {attributes}", (part,)),
-        Hook(module, f"{owner}.load_model", ("load_dummy_weights",), (part,)),
+        *members(module, owner, f"{methods} {attributes}", (part,)),
         Hook(module, f"{owner}.initialize_from_config", ("kv_cache_config",), (part,)),
         Hook(module, f"{owner}.execute_model", ("scheduler_output",), (part,)),
     )
@@ -111,70 +118,71 @@ _DRAFTS_V2 = "vllm.v1.worker.gpu.spec_decode"
 HOOKS = (
     # The plug-in.
     Hook("vllm.platforms", "current_platform"),
-    *_members("vllm.platforms.interface", "Platform", "device_type"),
-    *_platform("vllm.platforms.cpu", "CpuPlatform", Part.CPU),
-    *_platform("vllm.platforms.cuda", "CudaPlatformBase", Part.CUDA),
+    *members("vllm.platforms.interface", "Platform", "device_type"),
+    *platform_hooks("vllm.platforms.cpu", "CpuPlatform", Part.CPU),
+    *platform_hooks("vllm.platforms.cuda", "CudaPlatformBase", Part.CUDA),
     # The facts of a launch.
-    *_members(
+    *members(
         _CONFIG,
         "VllmConfig",
         "additional_config model_config parallel_config cache_config scheduler_config "
         "compilation_config device_config speculative_config kv_transfer_config kv_events_config "
         "attention_config use_v2_model_runner",
     ),
-    *_members(
+    *members(
         _CONFIG,
         "ModelConfig",
         "model enforce_eager hf_text_config is_hybrid use_mla get_total_num_hidden_layers",
     ),
-    *_members(
+    *members(
         _CONFIG,
         "ParallelConfig",
         "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
         "decode_context_parallel_size worker_cls enable_dbo",
     ),
-    *_members(_CONFIG, "CacheConfig", "cache_dtype kv_sharing_fast_prefill"),
-    *_members(
+    *members(_CONFIG, "CacheConfig", "cache_dtype kv_sharing_fast_prefill"),
+    *members(
         _CONFIG,
         "CompilationConfig",
         "cudagraph_mode pass_config splitting_ops static_forward_context "
         "use_inductor_graph_partition",
     ),
-    *_members(f"{_CONFIG}.compilation", "PassConfig", "fuse_attn_quant"),
+    *members(f"{_CONFIG}.compilation", "PassConfig", "fuse_attn_quant"),
     Hook("vllm.compilation.breakable_cudagraph", "is_breakable_cudagraph_enabled"),
-    *_members(_CONFIG, "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE"),
-    *_members(_CONFIG, "DeviceConfig", "device_type"),
-    *_members(
+    *members(_CONFIG, "CUDAGraphMode", "NONE PIECEWISE FULL FULL_DECODE_ONLY FULL_AND_PIECEWISE"),
+    *members(_CONFIG, "DeviceConfig", "device_type"),
+    *members(
         _CONFIG,
         "SpeculativeConfig",
         "draft_model_config method num_speculative_tokens_per_batch_size",
     ),
-    *_members(_CONFIG, "KVTransferConfig", "kv_connector kv_role kv_connector_extra_config"),
-    *_members(_CONFIG, "KVEventsConfig", "enable_kv_cache_events"),
-    *_members(_CONFIG, "AttentionConfig", "hisparse_config"),
-    *_members(_CONFIG, "ParallelConfig", "disable_custom_all_reduce", _CUDA),
+    *members(_CONFIG, "KVTransferConfig", "kv_connector kv_role kv_connector_extra_config"),
+    *members(_CONFIG, "KVEventsConfig", "enable_kv_cache_events"),
+    *members(_CONFIG, "AttentionConfig", "hisparse_config"),
+    *members(_CONFIG, "ParallelConfig", "disable_custom_all_reduce", _CUDA),
     # The worker, its model runner and the runner's draft model.
-    *_worker("vllm.v1.worker.cpu_worker", "CPUWorker", Part.CPU),
-    *_members(_CONFIG, "ParallelConfig", "local_world_size", _CPU),
+    *worker_hooks("vllm.v1.worker.cpu_worker", "CPUWorker", Part.CPU),
+    Hook("vllm.v1.worker.cpu_worker", "CPUWorker.load_model", ("load_dummy_weights",), _CPU),
+    *members(_CONFIG, "ParallelConfig", "local_world_size", _CPU),
     Hook(_QUEUES, "SpinCondition.__init__", ("busy_loop_s",), _CPU),
-    *_worker("vllm.v1.worker.gpu_worker", "Worker", Part.CUDA),
-    *_members(_RUNNER_V1, "GPUModelRunner", "get_model drafter", _V1),
-    *_members("vllm.v1.spec_decode.eagle", "EagleProposer", "model", _V1),
-    *_members(_RUNNER_V2, "GPUModelRunner", "get_model speculator", _V2),
-    *_members(f"{_DRAFTS_V2}.mtp.speculator", "MTPSpeculator", "model", _V2),
-    *_members(f"{_DRAFTS_V2}.eagle.speculator", "EagleSpeculator", "model", _V2),
-    *_members(f"{_DRAFTS_V2}.dspark.speculator", "DSparkSpeculator", "model", _V2),
+    *worker_hooks("vllm.v1.worker.gpu_worker", "Worker", Part.CUDA),
+    *members(_RUNNER_V1, "GPUModelRunner", "get_model drafter", _V1),
+    *members("vllm.v1.spec_decode.eagle", "EagleProposer", "model", _V1),
+    *members(_RUNNER_V2, "GPUModelRunner", "get_model speculator", _V2),
+    *members(f"{_DRAFTS_V2}.mtp.speculator", "MTPSpeculator", "model", _V2),
+    *members(f"{_DRAFTS_V2}.eagle.speculator", "EagleSpeculator", "model", _V2),
+    *members(f"{_DRAFTS_V2}.dspark.speculator", "DSparkSpeculator", "model", _V2),
     # Caches and the layers that use them.
-    *_members(_CACHE, "MLAAttentionSpec", "block_size page_size_bytes"),
+    *members(_CACHE, "MLAAttentionSpec", "block_size page_size_bytes"),
     Hook(_CACHE, "KVCacheTensor", ("size", "layers", "layer_stride", "block_stride", "offset")),
-    *_members(_CACHE, "FullAttentionSpec", "block_size page_size_bytes"),
+    *members(_CACHE, "FullAttentionSpec", "block_size page_size_bytes"),
     Hook(
         _CACHE,
         "KVCacheConfig",
         ("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_cache_layout"),
     ),
     Hook(_ATTENTION, "MLAAttention.prepare_kv_cache_update", ("attn_metadata",)),
-    *_members(_ATTENTION, "MLAAttention", "kv_cache"),
+    *members(_ATTENTION, "MLAAttention", "kv_cache"),
     Hook("vllm.model_executor.models.utils", "extract_layer_index", ("layer_name",)),
     # The scheduler's output.
     Hook(
@@ -189,14 +197,14 @@ HOOKS = (
         ("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     ),
     # The CPU profile.
-    *_members(_CONFIG, "SchedulerConfig", "enable_chunked_prefill max_num_batched_tokens", _CPU),
-    *_members(_CONFIG, "CacheConfig", "enable_prefix_caching", _CPU),
-    *_members(_CONFIG, "CompilationConfig", "custom_ops", _CPU),
-    *_members(_ROTARY, "RotaryEmbeddingBase", "rotary_dim is_neox_style cos_sin_cache", _CPU),
+    *members(_CONFIG, "SchedulerConfig", "enable_chunked_prefill max_num_batched_tokens", _CPU),
+    *members(_CONFIG, "CacheConfig", "enable_prefix_caching", _CPU),
+    *members(_CONFIG, "CompilationConfig", "custom_ops", _CPU),
+    *members(_ROTARY, "RotaryEmbeddingBase", "rotary_dim is_neox_style cos_sin_cache", _CPU),
     Hook(_ROTARY, "RotaryEmbedding.forward_native", ("positions", "query", "key"), _CPU),
     Hook("vllm.distributed.parallel_state", "get_pp_group", (), _CPU),
-    *_members("vllm.distributed.parallel_state", "GroupCoordinator", "is_first_rank", _CPU),
-    *_members(
+    *members("vllm.distributed.parallel_state", "GroupCoordinator", "is_first_rank", _CPU),
+    *members(
         "vllm.model_executor.models.interfaces",
         "SupportsPP",
         "make_empty_intermediate_tensors",
@@ -205,7 +213,7 @@ HOOKS = (
     *(
         hook
         for module, part in ((_RUNNER_V1, Part.V1), (_RUNNER_V2, Part.V2))
-        for hook in _members(
+        for hook in members(
             module,
             "GPUModelRunner",
             "model intermediate_tensors max_num_tokens dtype device",
@@ -220,7 +228,7 @@ HOOKS = (
         _CPU,
     ),
     Hook(_SPARSE, "Indexer.forward", ("hidden_states", "qr", "positions", "rotary_emb"), _CPU),
-    *_members(
+    *members(
         _SPARSE,
         "Indexer",
         "n_head head_dim rope_dim wq_b wk_weights_proj k_norm softmax_scale n_head_scale "
@@ -234,21 +242,21 @@ HOOKS = (
         _CPU,
     ),
     Hook(_SPARSE, "DeepseekV32IndexerCache.get_kv_cache_spec", ("vllm_config",), _CPU),
-    *_members(_SPARSE, "DeepseekV32IndexerCache", "kv_cache prefix get_attn_backend", _CPU),
-    *_members(
+    *members(_SPARSE, "DeepseekV32IndexerCache", "kv_cache prefix get_attn_backend", _CPU),
+    *members(
         "vllm.model_executor.layers.attention.sparse_mla_attention",
         "SharedTopkIndicesBuffer",
         "init_topk_indices_buffer",
         _CPU,
     ),
-    *_members(_BACKEND, "MLAAttentionImpl", "do_kv_cache_update forward_mqa", _CPU),
+    *members(_BACKEND, "MLAAttentionImpl", "do_kv_cache_update forward_mqa", _CPU),
     Hook(
         _BACKEND,
         "AttentionMetadataBuilder.build",
         ("common_prefix_len", "common_attn_metadata", "fast_build"),
         _CPU,
     ),
-    *_members(
+    *members(
         _BACKEND,
         "CommonAttentionMetadata",
         "query_start_loc_cpu num_reqs slot_mapping seq_lens block_table_tensor",
@@ -260,9 +268,9 @@ HOOKS = (
         ("block_size", "num_kv_heads", "max_tp_shards", "head_size", "dtype", "cache_role"),
         _CPU,
     ),
-    *_members(_CACHE, "SparseCacheRole", "INDEXER", _CPU),
-    *_members("vllm.forward_context", "ForwardContext", "attn_metadata", _CPU),
-    *_members(_CONFIG, "ParallelConfig", "enable_expert_parallel", _CPU),
+    *members(_CACHE, "SparseCacheRole", "INDEXER", _CPU),
+    *members("vllm.forward_context", "ForwardContext", "attn_metadata", _CPU),
+    *members(_CONFIG, "ParallelConfig", "enable_expert_parallel", _CPU),
     Hook(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
         "CPUUnquantizedExperts.apply",
@@ -282,11 +290,20 @@ def vllm_version() -> str:
     return "vllm (unknown version)"
 
 
+def installed_hooks() -> tuple[Hook, ...]:
+    """The table for the installed vLLM."""
+    if vllm_version().split()[1].startswith("0.23."):
+        from kvpp_connectors.engine.ascend_hooks import ASCEND_HOOKS
+
+        return ASCEND_HOOKS
+    return HOOKS
+
+
 def hooks_of(config: Any) -> tuple[Hook, ...]:
     """The hooks that a launch needs: those of its platform and its model runner."""
     runner = Part.V2 if getattr(config, "use_v2_model_runner", False) else Part.V1
     parts = {config.device_config.device_type, runner}
-    return tuple(hook for hook in HOOKS if parts.issuperset(hook.needed_by))
+    return tuple(hook for hook in installed_hooks() if parts.issuperset(hook.needed_by))
 
 
 def installed_vllm() -> Sources:
@@ -308,7 +325,7 @@ def check_hooks(hooks: Iterable[Hook], vllm: Sources) -> None:
     if missing := missing_hooks(hooks, vllm):
         raise KvppError(
             f"{vllm.version} does not have what KVPP hooks: {'; '.join(missing)}. "
-            "This release is made for vLLM 0.32."
+            f"This release is made for {MADE_FOR}."
         )
 
 

@@ -7,7 +7,7 @@ and the classes of a runner, a platform or a version that cannot be imported her
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -27,14 +27,16 @@ class Definition(NamedTuple):
 
 
 class Sources:
-    """The Python files of the package vllm in the folder ``root``.
+    """The Python files of the package vllm in the folder ``root``, and of packages beside it.
 
-    ``version`` says whose they are, in errors. Bases and re-exports are followed inside vllm only.
+    ``version`` says whose they are, in errors. ``elsewhere`` gives the folders of packages that do
+    not lie in ``root``. Bases and re-exports are followed inside these packages only.
     """
 
-    def __init__(self, root: Path, version: str) -> None:
+    def __init__(self, root: Path, version: str, elsewhere: Mapping[str, Path] = {}) -> None:
         self.root = root
         self.version = version
+        self.elsewhere = elsewhere
         self._modules: dict[str, dict[str, Definition]] = {}
         self._classes: dict[tuple[str, str], dict[str, Definition]] = {}
 
@@ -45,14 +47,15 @@ class Sources:
         Raises:
             KvppError: there is none, or its source does not lie in files.
         """
-        spec = find_spec("vllm")
-        if spec is None or spec.origin is None:
+        folder = _folder_of("vllm")
+        if folder is None:
             raise KvppError("there is no vLLM in this Python environment")
-        return cls(Path(spec.origin).parents[1], version)
+        ascend = _folder_of("vllm_ascend")  # each may be installed from a checkout of its own
+        return cls(folder, version, {} if ascend is None else {"vllm_ascend": ascend})
 
     def text(self, module: str) -> str | None:
         """The source of a module by its dotted name; None if there is none."""
-        path = self.root.joinpath(*module.split("."))
+        path = self._path(module)
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
                 return file.read_text(encoding="utf-8")
@@ -95,6 +98,10 @@ class Sources:
         args = node.args
         return tuple(arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))
 
+    def _path(self, module: str) -> Path:
+        parts = module.split(".")
+        return self.elsewhere.get(parts[0], self.root).joinpath(*parts)
+
     def _names(self, module: str) -> dict[str, Definition]:
         """The names that a module defines or imports at its top level."""
         if module not in self._modules:
@@ -123,10 +130,16 @@ class Sources:
     def _imported_from(self, node: ast.ImportFrom, module: str) -> str:
         if not node.level:
             return node.module or ""
-        is_package = self.root.joinpath(*module.split("."), "__init__.py").is_file()
+        is_package = (self._path(module) / "__init__.py").is_file()
         parts = module.split(".")
         parts = parts[: len(parts) - node.level + is_package]
         return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _folder_of(package: str) -> Path | None:
+    """The folder that a package lies in, which is not imported for that."""
+    spec = find_spec(package)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parents[1]
 
 
 def _first_of_each(body: list[ast.stmt], module: str) -> dict[str, Definition]:

@@ -17,6 +17,7 @@ from torch import nn
 from kvpp_connectors.engine import hooks
 from kvpp_connectors.engine.hooks import (
     HOOKS,
+    MADE_FOR,
     Hook,
     Part,
     check_hooks,
@@ -175,7 +176,7 @@ def test_a_doctored_tree_is_refused_by_hook_and_version(
         check_hooks(HOOKS, Sources(tmp_path, "vllm 0.99.0"))
     assert str(caught.value) == (
         f"vllm 0.99.0 does not have what KVPP hooks: {complaint}. "
-        "This release is made for vLLM 0.32."
+        f"This release is made for {MADE_FOR}."
     )
 
 

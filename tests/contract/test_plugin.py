@@ -6,6 +6,7 @@ Questions about imports are asked in processes of their own.
 from __future__ import annotations
 
 import ast
+import logging
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -170,14 +171,32 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> type[Platform]:
     return fresh
 
 
+def install_ascend(monkeypatch: pytest.MonkeyPatch, folder: Path, config: str) -> None:
+    """A vllm-ascend that must not be imported, with this text in its configuration."""
+    package = folder / "vllm_ascend"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "ascend_config.py").write_text(config)
+    monkeypatch.syspath_prepend(folder)
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_the_plugin_steps_back_where_kvpp_is_native(
-    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, native: bool
+    platform: type[Platform],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    native: bool,
 ) -> None:
     """vllm-ascend >= 0.28 has a KVPP under the same switch; other platforms are not asked."""
-    monkeypatch.setattr(plugin, "find_spec", lambda name: object() if native else None)
-    plugin.register()
+    install_ascend(monkeypatch, tmp_path, f"config.get({'enable_kvpp' if native else 'other'!r})")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, "vllm"):
+        plugin.register()
     assert all((name in vars(platform)) is not native for name in HOOKS)
+    said = [record for record in caplog.records if "KVPP of its own" in record.message]
+    assert len(said) == native
+    assert all(module in said[0].message for module in plugin.CONNECTORS.values() if native)
     platform.device_type = "cpu"
     plugin.register()
     assert all(name in vars(platform) for name in HOOKS)
@@ -189,10 +208,9 @@ def test_the_plugin_steps_back_where_kvpp_is_native(
     ids=str,
 )
 def test_what_is_not_for_us_goes_to_the_platform_untouched(
-    platform: type[Platform], monkeypatch: pytest.MonkeyPatch, additional_config: object
+    platform: type[Platform], additional_config: object
 ) -> None:
     """vLLM lets additional_config be any object with a hash."""
-    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
     plugin.register()
     config, same = config_of(additional_config), config_of(additional_config)
     for name in HOOKS:
@@ -216,7 +234,6 @@ def test_what_may_be_for_us_is_examined_and_configured_once(
     from kvpp_connectors.engine import setup
 
     calls: list[Any] = []
-    monkeypatch.setattr(plugin, "find_spec", lambda name: None)
 
     def configure(config: Any, hook: Callable[[Any], None]) -> None:
         calls.append(("configure", config))
@@ -277,5 +294,5 @@ def test_the_core_never_imports_vllm_or_the_connectors() -> None:
 
 def test_the_plugin_imports_nothing_heavy_itself() -> None:
     tree = dict(sources())["kvpp_connectors.plugin"]
-    light = {"__future__", "collections", "importlib", "typing"}
+    light = {"__future__", "collections", "importlib", "pathlib", "typing"}
     assert packages_of(imported(tree, functions=False)) <= light
