@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack
 
-__all__ = ["free_ports", "own_host"]
+__all__ = ["address_towards", "free_ports", "own_host"]
 
 
 def own_host() -> str:
@@ -16,10 +16,22 @@ def own_host() -> str:
     return "127.0.0.1" if found in ("0.0.0.0", "::") else found
 
 
-def free_ports(count: int) -> list[int]:
-    """As many ports on loopback that nobody listens on now."""
+def address_towards(host: str, port: int) -> str:
+    """The address of this host by which a packet would leave for another. Nothing is sent.
+
+    Raises:
+        OSError: there is no way there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """As many ports of an address of this host that nobody listens on now."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
         return [probe.getsockname()[1] for probe in probes]

@@ -10,6 +10,7 @@ from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
 from kvpp_connectors.cli.plan import plan
+from kvpp_connectors.cli.pool import pool
 from kvpp_connectors.cli.proxy import proxy
 
 __all__ = ["app", "main"]
@@ -29,6 +30,7 @@ benches.command("broadcast")(bench_broadcast)
 benches.command("p2p")(bench_p2p)
 app.add_typer(benches, name="bench", no_args_is_help=True)
 app.command()(proxy)
+app.add_typer(pool, name="pool", no_args_is_help=True)
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,6 +15,12 @@ import aiohttp
 from kvpp_connectors.demo.children import Server
 from kvpp_connectors.demo.settings import Settings
 from kvpp_connectors.host import free_ports
+from kvpp_connectors.pool.mooncake_servers import (
+    STORE_ENVIRONMENT,
+    MasterAddress,
+    master_command,
+    store_command,
+)
 
 __all__ = ["Fleet", "fleet", "wait_healthy"]
 
@@ -23,8 +28,7 @@ _HOST = "127.0.0.1"
 _START_S = 600.0  # for an engine to load on a busy machine
 _PROBE_S = 0.25
 _API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-_BIN = Path(sys.executable).parent
-_STORE = "512MB"  # memory of the pool, in a process that outlives the engines
+_STORE_BYTES = 512 << 20  # memory of the pool, in a process that outlives the engines
 
 
 @dataclass(slots=True)
@@ -53,7 +57,8 @@ def fleet(settings: Settings) -> Iterator[Fleet]:
         ChildFailed: a server ended or did not become healthy.
     """
     ports = free_ports(6)
-    master, metrics, store, prefill, decode, proxy = ports
+    rpc, http, store, prefill, decode, proxy = ports
+    master = MasterAddress(_HOST, rpc, http)
     with ExitStack() as stack:
 
         def start(name: str, command: list[str]) -> Server:
@@ -62,7 +67,7 @@ def fleet(settings: Settings) -> Iterator[Fleet]:
                     command,
                     title=name,
                     log=settings.folder / f"{name}.log",
-                    environment=settings.environment,
+                    environment={**settings.environment, **STORE_ENVIRONMENT},
                 )
             )
 
@@ -71,8 +76,8 @@ def fleet(settings: Settings) -> Iterator[Fleet]:
                 for port, server in servers.items():
                     asyncio.run(wait_healthy(server, _url(port)))
 
-        start("master", _master(master, metrics))
-        start("store", _store(master, store))
+        start("master", master_command(master))
+        start("store", store_command(master, _HOST, store, _STORE_BYTES))
         engine = _prefill(settings, prefill, master)
         running = {
             prefill: start("prefill", engine),
@@ -114,27 +119,6 @@ async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
         return False
 
 
-def _master(port: int, metrics_port: int) -> list[str]:
-    return [
-        str(_BIN / "mooncake_master"),
-        f"--rpc_address={_HOST}",
-        f"--rpc_port={port}",
-        f"--metrics_host={_HOST}",
-        f"--metrics_port={metrics_port}",
-    ]
-
-
-def _store(master: int, port: int) -> list[str]:
-    return [
-        str(_BIN / "mooncake_client"),
-        f"--host={_HOST}",
-        f"--port={port}",
-        f"--master_server_address={_HOST}:{master}",
-        "--metadata_server=P2PHANDSHAKE",
-        f"--global_segment_size={_STORE}",
-    ]
-
-
 def _proxy(port: int, prefill: int, decode: int) -> list[str]:
     return [
         *(sys.executable, "-m", "kvpp_connectors.cli", "proxy", f"--port={port}"),
@@ -142,10 +126,10 @@ def _proxy(port: int, prefill: int, decode: int) -> list[str]:
     ]
 
 
-def _prefill(settings: Settings, port: int, master: int) -> list[str]:
+def _prefill(settings: Settings, port: int, master: MasterAddress) -> list[str]:
     pool = {
         "mooncake": {
-            "master_server_address": f"{_HOST}:{master}",
+            "master_server_address": str(master),
             "global_segment_size": 0,  # what a worker lent would go with it
         },
         "lookup_deadline_s": 10.0,  # a small machine is busy with other things

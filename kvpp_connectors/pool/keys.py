@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -27,12 +28,14 @@ __all__ = [
     "Fingerprint",
     "LayerId",
     "Namespace",
+    "ObjectName",
     "Shard",
     "SpeculativeCache",
     "Topology",
     "canonical_digest",
     "hash_seed",
     "model_numbers",
+    "parse_key",
 ]
 
 FORMAT_VERSION = 1  # of keys, headers and the order of bytes in an object
@@ -41,6 +44,13 @@ _DIGEST = 32  # hexadecimal digits: 128 bits
 _SEEDED_HASHES = ("sha256", "sha256_cbor")  # vLLM gives these one seed for all processes
 _RANDOM_HASHES = ("xxhash", "xxhash_cbor")  # and these one seed for each process
 _DEFAULT_SEED = "vllm-none-hash"
+_KEY = re.compile(
+    rf"(?P<namespace>kvpp{FORMAT_VERSION}@[0-9a-f]{{{_DIGEST}}}"
+    rf"@(?:kvpp|replicated)(?:-[0-9a-f]{{{_DIGEST}}})?)"
+    r"@(?P<hash>(?:[0-9a-f]{2}){8,32})@pp(?P<stage>\d+)r(?P<owner>\d+)"
+    r"(?:@(?:(?P<kind>[td])(?P<layer>\d+)|(?P<done>done)))?",
+    re.ASCII,
+)
 # Where the configuration lies and who read it decide no bytes.
 _NO_NUMBERS = ("transformers_version", "name_or_path")
 
@@ -204,6 +214,36 @@ class Namespace:
         """What must exist for a block to be a hit: one key for each shard, never for each layer."""
         key = self.commit_key if layerwise else self.block_key
         return tuple(key(block_hash, shard) for shard in self.topology.shards)
+
+
+class ObjectName(NamedTuple):
+    """A key, taken apart."""
+
+    namespace: str  # Namespace.prefix
+    block_hash: bytes
+    shard: Shard
+    layer: LayerId | None  # of a layer's object
+    marker: bool  # whether it is a commit marker, and has no bytes of a cache
+
+    @property
+    def kind(self) -> str:
+        """``block``, ``layer`` or ``marker``."""
+        return "marker" if self.marker else "block" if self.layer is None else "layer"
+
+
+def parse_key(key: str) -> ObjectName | None:
+    """What a key of `Namespace` says; None for a key of anybody else."""
+    found = _KEY.fullmatch(key)
+    if found is None:
+        return None
+    layer = LayerId(found["kind"] == "d", int(found["layer"])) if found["layer"] else None
+    return ObjectName(
+        found["namespace"],
+        bytes.fromhex(found["hash"]),
+        Shard(int(found["stage"]), int(found["owner"])),
+        layer,
+        found["done"] is not None,
+    )
 
 
 def canonical_digest(document: Any) -> str:

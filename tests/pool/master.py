@@ -6,13 +6,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from kvpp_connectors.host import free_ports
+from kvpp_connectors.pool.mooncake_http import MasterHttp
+from kvpp_connectors.pool.mooncake_servers import MasterAddress, master_command
 
 __all__ = ["Master", "wait_until"]
 
@@ -32,33 +31,22 @@ class Master:
     """The process. Its port stays the same over restarts."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        self._rpc_port, self._http_port = free_ports(2)
+        self.at = MasterAddress("127.0.0.1", *free_ports(2))
         self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self._rpc_port}"
+        return str(self.at)
 
     def capacity(self) -> int:
         """Bytes that stores have lent to the pool."""
-        url = f"http://127.0.0.1:{self._http_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-        name = "master_total_capacity_bytes "
-        return next((int(float(x[len(name) :])) for x in lines if x.startswith(name)), 0)
+        return MasterHttp(self.at).metrics().get("master_total_capacity_bytes", 0)
 
     def start(self) -> None:
         self._process = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "mooncake_master"),
-                "--rpc_address=127.0.0.1",
-                f"--rpc_port={self._rpc_port}",
-                "--metrics_host=127.0.0.1",
-                f"--metrics_port={self._http_port}",
-                *self._flags,
-            ],
+            master_command(self.at, self._flags),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # so that what the console script starts ends with it
@@ -86,7 +74,7 @@ class Master:
         assert self._process is not None
         assert self._process.poll() is None, f"mooncake_master ended: {self._process.returncode}"
         try:
-            socket.create_connection(("127.0.0.1", self._rpc_port), 1).close()
+            socket.create_connection((self.at.host, self.at.port), 1).close()
         except OSError:
             return False
         return True

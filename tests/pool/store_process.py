@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
 
 from kvpp_connectors.host import free_ports
+from kvpp_connectors.pool.mooncake_servers import STORE_ENVIRONMENT, store_command
 from tests.pool.master import Master, wait_until
 
 __all__ = ["StoreProcess"]
@@ -24,15 +23,8 @@ class StoreProcess:
         self.master = master
         before = master.capacity()
         self._process = subprocess.Popen(
-            [
-                str(Path(sys.executable).parent / "mooncake_client"),
-                "--host=127.0.0.1",
-                f"--port={free_ports(1)[0]}",
-                f"--master_server_address={master.address}",
-                "--metadata_server=P2PHANDSHAKE",
-                f"--global_segment_size={size}",
-            ],
-            env=os.environ | {"MC_FORCE_TCP": "1"},
+            store_command(master.at, master.at.host, free_ports(1)[0], size),
+            env={**os.environ, **STORE_ENVIRONMENT},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,

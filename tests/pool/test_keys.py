@@ -20,11 +20,13 @@ from kvpp_connectors.pool.keys import (
     Fingerprint,
     LayerId,
     Namespace,
+    ObjectName,
     Shard,
     SpeculativeCache,
     Topology,
     hash_seed,
     model_numbers,
+    parse_key,
 )
 from kvpp_connectors.pool.weights import weights_identity
 from kvpp_core.bundles import Component, LayerBundle
@@ -199,6 +201,41 @@ def test_keys_are_safe_for_every_store() -> None:
         assert re.fullmatch(r"[A-Za-z0-9@-]+", key), key
         assert len(key) <= MAX_KEY
         assert key.startswith(space.prefix + "@")
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.replicated([["layer"]]),
+        Topology.replicated([["a"], ["b"]], heads_split_over=2),
+        Topology.kvpp([manifest()]),
+    ],
+    ids=lambda topology: topology.name,
+)
+@pytest.mark.parametrize("length", [8, 32])
+def test_a_key_is_taken_apart_into_what_it_was_made_of(topology: Topology, length: int) -> None:
+    namespace, name, shard = Namespace(BASE, topology), HASH[:length], Shard(11, 300)
+    layer = LayerId(True, 61)
+    made = {
+        namespace.block_key(name, shard): (None, False, "block"),
+        namespace.layer_key(name, shard, layer): (layer, False, "layer"),
+        namespace.commit_key(name, shard): (None, True, "marker"),
+    }
+    for key, (of, marker, kind) in made.items():
+        found = parse_key(key)
+        assert found == ObjectName(namespace.prefix, name, shard, of, marker)
+        assert found.kind == kind
+
+
+def test_other_keys_are_not_taken_for_ours() -> None:
+    namespace = Namespace(BASE, Topology.replicated([["layer"]]))
+    key = namespace.block_key(HASH, Shard(0, 0))
+    strange = (
+        *("", "kvpp-probe", "model@tp0@hash", namespace.prefix, key[:-1], key[1:], key + "0x"),
+        *(key + "@x1", key + "@t", key + "@done@done", key + "\n", key.upper(), "x" + key),
+        *(key.replace("kvpp1", "kvpp2"), key.replace("replicated", "other"), key + "@t\u0663"),
+    )
+    assert [text for text in strange if parse_key(text) is not None] == []
 
 
 def test_a_hit_needs_every_rank_that_keeps_something() -> None:

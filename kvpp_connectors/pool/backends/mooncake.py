@@ -137,7 +137,9 @@ class MooncakeBackend(StoreBackend):
         return outcomes
 
     def clear(self, prefix: str) -> int:
-        """Remove every object whose key starts with ``prefix``; how many there were.
+        """Remove the objects whose key starts with ``prefix``; how many there were.
+
+        Those with a lease stay: somebody may be reading them, and would read what comes after.
 
         Raises:
             PoolUnavailable: the store cannot be asked.
@@ -146,7 +148,7 @@ class MooncakeBackend(StoreBackend):
         if not prefix.startswith("kvpp") or not all(c.isalnum() or c in "@-" for c in prefix):
             raise KvppError(f"{prefix!r} is no prefix of a pool's keys; expected kvpp...@...")
         with self._handle.use() as client:
-            removed = int(client.remove_by_regex(f"^{prefix}", True))
+            removed = int(client.remove_by_regex(f"^{prefix}", False))
         if removed < 0:
             raise PoolUnavailable(f"the pool was not cleared: {_BOOK.outcome(removed)}")
         return removed
@@ -316,6 +318,5 @@ def _check_master(address: str) -> None:
     except OSError as error:
         raise PoolUnavailable(
             f"no mooncake_master listens on {address}: {error}. Start one "
-            f"(mooncake_master --rpc_address={host} --rpc_port={port}) or correct "
-            "master_server_address."
+            f"(kvpp pool up --host {host} --port {port}) or correct master_server_address."
         ) from error

@@ -13,7 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from kvpp_connectors.config import complaints
 from kvpp_core.errors import KvppError
 
-__all__ = ["CONFIG_VARIABLE", "LEAST_SEGMENT", "MooncakeSettings", "read_mooncake_settings"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "LEAST_SEGMENT",
+    "MooncakeSettings",
+    "read_bytes",
+    "read_mooncake_settings",
+]
 
 CONFIG_VARIABLE = "MOONCAKE_CONFIG_PATH"
 LEAST_SEGMENT = 16 << 20  # bytes; Mooncake refuses a smaller one
@@ -27,10 +33,15 @@ _SIZE = re.compile(r"\s*(\d+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
 _EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 
 
+def read_bytes(text: str) -> int | None:
+    """``"512MB"`` as bytes; Mooncake's units are powers of two. None where that is no size."""
+    match = _SIZE.fullmatch(text)
+    return int(match[1]) << _UNITS[match[2].lower()] if match else None
+
+
 def _bytes(value: object) -> object:
-    """``"512MB"`` as bytes; Mooncake's units are powers of two. Anything else as it is."""
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    return int(match[1]) << _UNITS[match[2].lower()] if match else value
+    size = read_bytes(value) if isinstance(value, str) else None
+    return value if size is None else size
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
