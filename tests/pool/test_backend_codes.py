@@ -6,6 +6,7 @@ Field report 7.3: codes in words.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,34 @@ def test_a_schedulers_memcache_client_never_registers_nor_moves(
     assert client.calls == [("init", (0, False))]
     with pytest.raises(KvppError, match="cannot save"):
         backend.put(KEYS, ONE_PIECE)
+
+
+def test_memory_is_named_while_a_set_up_hangs(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As MemCache's does at a stuck MetaService: the engine starts, and registers its caches."""
+    (tmp_path / "conf").touch()
+    environment = {"MMC_LOCAL_CONFIG_PATH": str(tmp_path / "conf")}
+    backend = MemCacheBackend(MemoryKind.HOST, 0, True, environment, lambda: client)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hangs(device: int, init_bm: bool) -> int:
+        inside.set()
+        return 0 if go_on.wait(60) else -1
+
+    monkeypatch.setattr(client, "init", hangs)
+    connecting = threading.Thread(target=backend.connect)
+    naming = threading.Thread(target=backend.register, args=(4096, 100))
+    connecting.start()
+    assert inside.wait(30)
+    naming.start()
+    naming.join(30)
+    held = naming.is_alive()
+    go_on.set()
+    connecting.join(30)
+    naming.join(30)
+    assert not held
+    assert client.calls == [("register_buffer", (4096, 100))]
 
 
 @pytest.mark.parametrize("answer", [[-3014], [-3004], None])

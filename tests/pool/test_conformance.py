@@ -1,4 +1,8 @@
-"""Every backend keeps the contract of backends/base.py, over each store that can run here."""
+"""Every backend keeps the contract of backends/base.py, over each store that can run here.
+
+Field reports 4.1 (found at lookup, gone at load), 4.2 (one object of a batch fails, and no other),
+4.3 (what does not fit is refused alone).
+"""
 
 from __future__ import annotations
 
@@ -87,6 +91,73 @@ def test_what_never_fits_is_no_space_and_the_rest_is_stored(store: Store, prefix
     outcomes = store.backend.put(keys, [memory.buffer for memory in memories])
     assert [o.result for o in outcomes] == [Result.STORED, Result.NO_SPACE, Result.STORED]
     assert store.backend.exist(keys) == [True, False, True]
+
+
+def test_each_load_of_a_batch_ends_for_itself(store: Store, prefix: str) -> None:
+    keys = [f"{prefix}{i}" for i in range(5)]
+    put(store, keys)
+    store.remove(keys[1])
+    store.replace(keys[2], bytes(SIZE - 1))
+    store.replace(keys[3], bytes(SIZE + 1))
+    memories = [empty(store) for _ in keys]
+    outcomes = store.backend.get(keys, [memory.buffer for memory in memories])
+    assert [o.result for o in outcomes] == [
+        Result.LOADED,
+        Result.MISSING,
+        Result.WRONG_LENGTH,
+        Result.WRONG_LENGTH,
+        Result.LOADED,
+    ]
+    data = [memory.data for memory in memories]  # nothing around any of them was written
+    assert (data[0], data[4]) == (bytes_of(keys[0], SIZE), bytes_of(keys[4], SIZE))
+
+
+def test_each_save_of_a_batch_ends_for_itself(store: Store, prefix: str) -> None:
+    keys = [f"{prefix}{i}" for i in range(4)]
+    put(store, keys[1:2])
+    sizes = [SIZE, SIZE, SEGMENT + 1, 1]
+    memories = [filled(store, key, size) for key, size in zip(keys, sizes, strict=True)]
+    outcomes = store.backend.put(keys, [memory.buffer for memory in memories])
+    assert [o.result for o in outcomes] == [
+        Result.STORED,
+        Result.ALREADY_THERE,
+        Result.NO_SPACE,
+        Result.STORED,
+    ]
+    assert store.second().exist(keys) == [True, True, False, True]
+
+
+def test_what_was_evicted_may_be_saved_anew(store: Store, prefix: str) -> None:
+    put(store, [prefix])
+    store.remove(prefix)
+    again = filled(store, "other", 2 * SIZE)
+    assert store.backend.put([prefix], [again.buffer])[0].result is Result.STORED
+    assert store.read(prefix) == bytes_of("other", 2 * SIZE)
+    assert get(store, prefix)[0].result is Result.WRONG_LENGTH
+
+
+def test_of_many_who_save_one_key_one_is_kept_whole(store: Store, prefix: str) -> None:
+    """Two engines with one prompt: what lies there is one of their objects, never a mixture."""
+    names = [f"{prefix}{i}" for i in range(4)]
+    clients = [store.second() for _ in names]
+    start = threading.Barrier(len(names))
+    results: dict[str, Result] = {}
+
+    def save(name: str, client: Backend) -> None:
+        memory = filled(store, name, 1 << 20)
+        start.wait(30)
+        results[name] = client.put([prefix], [memory.buffer])[0].result
+
+    threads = [
+        threading.Thread(target=save, args=pair) for pair in zip(names, clients, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert Result.STORED in results.values(), results
+    assert store.read(prefix) in [bytes_of(name, 1 << 20) for name in names]
+    store.remove(prefix)
 
 
 def test_no_keys_are_no_call(store: Store) -> None:

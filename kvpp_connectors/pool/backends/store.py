@@ -32,6 +32,7 @@ class StoreBackend(ABC):
     def __init__(self) -> None:
         self._handle: Handle[Any] = Handle(self._book.store)
         self._connecting = threading.Lock()
+        self._naming = threading.Lock()  # of memory, to the client or for later
         self._closing = threading.Event()
         self._regions: dict[int, int] = {}  # address -> bytes
 
@@ -42,17 +43,18 @@ class StoreBackend(ABC):
                 raise PoolUnavailable(f"the {self._book.store} client is closed")
             if not self._handle.ready:
                 client = self._set_up()
-                for address, size in self._regions.items():
-                    self._register(client, address, size)
-                if not self._handle.set(client):
-                    client.close()
+                with self._naming:
+                    for address, size in self._regions.items():
+                        self._register(client, address, size)
+                    if not self._handle.set(client):
+                        client.close()
             self.exist([PROBE])
 
     def register(self, address: int, size: int) -> None:
         """See Backend."""
         if not self._registers:
             return
-        with self._connecting:
+        with self._naming:  # a set-up that hangs, as MemCache's may, holds nobody here
             if self._regions.get(address) == size:
                 return
             if self._handle.ready:
