@@ -73,6 +73,13 @@ class KvppOptions(BaseModel):
         le=_LONGEST_WAIT_S,
         description="bound of a connector's load of one layer, once the layer is due",
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="each worker serves its broadcasts' counters for Prometheus at this port + its "
+        "rank",
+    )
     poison_scratch: bool = Field(
         default=False,
         description="fill scratch memory with 0xFF at the start of each step with history, so that "

@@ -12,6 +12,7 @@ import torch
 
 from kvpp_connectors.config import read_settings
 from kvpp_connectors.engine import groups, hooks
+from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
 from kvpp_connectors.engine.placement import (
     backing_buffer,
     block_size_of,
@@ -21,6 +22,7 @@ from kvpp_connectors.engine.placement import (
 )
 from kvpp_connectors.engine.setup import examine_resolved
 from kvpp_connectors.engine.steps import read_step
+from kvpp_connectors.host import own_host
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.registry import KvppFacts, layer_loads, publish
 from kvpp_core.capacity import blocks_that_fit
@@ -32,6 +34,7 @@ from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, cost_model
+from kvpp_core.stats import PipelineStats
 
 __all__ = ["KvppWorkerMixin"]
 
@@ -47,11 +50,13 @@ class KvppWorkerMixin:
     compilation_config: Any
     model_runner: Any
     device: torch.device
+    rank: int
 
     _kvpp_group: KvppGroup | None = None
     _kvpp_staging: torch.Tensor
     _kvpp_placement: Placement
     _kvpp_pipeline: Pipeline | None = None
+    _kvpp_metrics: MetricsPage | None = None
     _kvpp_history: BlockHistory
     _kvpp_layer_of: dict[str, int]  # transformer layer of each target component
     _kvpp_pending: tuple[int, ...] | None = None  # active blocks of a step whose forward is to come
@@ -70,6 +75,7 @@ class KvppWorkerMixin:
             # A receiver waits for the owner's load and for the bytes.
             options.transfer_timeout_s + options.load_timeout_s,
         )
+        self._kvpp_serve_metrics()
         # Taken now, so that vLLM's memory measurement sees it.
         self._kvpp_staging = torch.zeros(
             options.staging_bytes, dtype=torch.int8, device=self.device
@@ -134,6 +140,9 @@ class KvppWorkerMixin:
         """Leave nothing in flight, then let vLLM shut down."""
         pipeline, self._kvpp_pipeline = self._kvpp_pipeline, None
         group, self._kvpp_group = self._kvpp_group, None
+        metrics, self._kvpp_metrics = self._kvpp_metrics, None
+        if metrics is not None:
+            metrics.close()
         if pipeline is not None:
             logger.info("KVPP totals: %s", pipeline.stats.snapshot())
             pipeline.close()
@@ -169,6 +178,18 @@ class KvppWorkerMixin:
             "draft_layers": [draft.layer for draft in placement.drafts],
             "manifest": self._kvpp_manifest.digest(),
         }
+
+    def _kvpp_serve_metrics(self) -> None:
+        first = self._kvpp_options.metrics_port
+        if first is None:
+            return
+
+        def stats() -> PipelineStats:
+            pipeline = self._kvpp_pipeline
+            return pipeline.stats if pipeline is not None else PipelineStats()
+
+        port = metrics_port(first, self.parallel_config, self.rank)
+        self._kvpp_metrics = MetricsPage(own_host(), port, BroadcastCounters(self.rank, stats))
 
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context

@@ -38,6 +38,7 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
         {1: 1.0, 0.25: 0.25},
         [0, -30, "30s", "30", True, None, {}, INFINITY, -INFINITY, math.nan],
     ),
+    "metrics_port": ({1: 1, 65535: 65535, None: None}, [0, 65536, -1, "9400", 1.5, True, []]),
     "poison_scratch": ({True: True, False: False}, ["true", 1, 0, None, []]),
     "cpu_profile": ({True: True, False: False}, ["yes", "false", 1, None, {}]),
 }
@@ -72,6 +73,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "alignment_bytes": 1,
         "transfer_timeout_s": 120.0,
         "load_timeout_s": 30.0,
+        "metrics_port": None,
         "poison_scratch": False,
         "cpu_profile": False,
     }
