@@ -9,25 +9,19 @@ a synchronous batch, whose threads spin, is slower by a third. docs/benchmarks.m
 from __future__ import annotations
 
 import json
-import random
 import secrets
-import statistics
-import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvpp_connectors.cli.bench_p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
+from kvpp_connectors.cli.turns import Way, in_turns, medians, ratio, show
 
 __all__ = ["GroupTiming", "P2pTiming", "bench_p2p"]
 
 _SIZES_KIB = (16, 64, 256, 1024)
-Turns = list[dict[str, float]]  # seconds by way, for each turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +87,26 @@ def bench_p2p(
         return
     for title, table in (("A pull", _pull_rows(pulls)), ("A group of two", _group_rows(groups))):
         if len(table) > 1:
-            _show(title, table, markdown)
+            show(f"{title}: {LAYERS} layers over tcp on loopback", table, markdown)
 
 
 def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
     with closing(DecodeRank(shape)) as rank:
-        turns = _in_turns(_pull_ways(shape, source, rank), repeats)
-    medians = _medians(turns)
-    raw = min(("raw_windowed", "raw_batch"), key=lambda way: medians[way])
+        turns = in_turns(_pull_ways(shape, source, rank), repeats)
+    seconds = medians(turns)
+    raw = min(("raw_windowed", "raw_batch"), key=lambda way: seconds[way])
     return P2pTiming(
         case=_case(shape),
         block_kib=shape.block >> 10,
         megabytes=shape.bytes / 1e6,
-        pull_to_raw_goodput=statistics.median(turn[raw] / turn["pull"] for turn in turns),
-        pull_to_memcpy_goodput=statistics.median(turn["memcpy"] / turn["pull"] for turn in turns),
-        **medians,
+        pull_to_raw_goodput=ratio(turns, raw, "pull"),
+        pull_to_memcpy_goodput=ratio(turns, "memcpy", "pull"),
+        **seconds,
     )
 
 
-def _pull_ways(
-    shape: Shape, source: Source, rank: DecodeRank
-) -> dict[str, Callable[[], float | None]]:
-    """Every way to move the bytes, by name. One that returns seconds has measured itself."""
+def _pull_ways(shape: Shape, source: Source, rank: DecodeRank) -> dict[str, Way]:
+    """Every way to move the bytes, by name."""
     import torch
 
     from kvpp_connectors.p2p.plan import choose_sources, plan_reads
@@ -168,7 +160,7 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
             moved[name] = sum(result.bytes for result in results)
             return max(result.seconds for result in results)
 
-        turns = _in_turns(
+        turns = in_turns(
             {"alone": lambda: both("alone", False), "shared": lambda: both("shared", True)},
             repeats,
         )
@@ -178,27 +170,9 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
         megabytes=shape.bytes / 1e6,
         alone_megabytes_from_prefill=moved["alone"] / 1e6,
         shared_megabytes_from_prefill=moved["shared"] / 1e6,
-        shared_to_alone_goodput=statistics.median(t["alone"] / t["shared"] for t in turns),
-        **_medians(turns),
+        shared_to_alone_goodput=ratio(turns, "alone", "shared"),
+        **medians(turns),
     )
-
-
-def _in_turns(ways: dict[str, Callable[[], float | None]], repeats: int) -> Turns:
-    turns: Turns = []
-    order, chance = list(ways.items()), random.Random(0)
-    for _ in range(repeats + 1):
-        turn = {}
-        chance.shuffle(order)
-        for name, way in order:
-            started = time.perf_counter()
-            measured = way()
-            turn[name] = time.perf_counter() - started if measured is None else measured
-        turns.append(turn)
-    return turns[1:]  # the first one warms up
-
-
-def _medians(turns: Turns) -> dict[str, float]:
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 def _case(shape: Shape) -> str:
@@ -238,15 +212,3 @@ def _group_rows(timings: list[GroupTiming]) -> list[tuple[str, ...]]:
             for t in timings
         ),
     ]
-
-
-def _show(title: str, rows: list[tuple[str, ...]], markdown: bool) -> None:
-    heads, *body = rows
-    if markdown:
-        lines = [heads, tuple("---" for _ in heads), *body]
-        typer.echo(f"\n{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
-        return
-    table = Table(*heads, title=f"{title}: {LAYERS} layers over tcp on loopback")
-    for row in body:
-        table.add_row(*row)
-    Console().print(table)

@@ -6,6 +6,7 @@ import typer
 
 from kvpp_connectors.cli.bench import bench_broadcast
 from kvpp_connectors.cli.bench_p2p import bench_p2p
+from kvpp_connectors.cli.bench_pool import bench_pool
 from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
@@ -28,6 +29,7 @@ app.command()(demo)
 benches = typer.Typer(help="Measure on this machine; only ratios taken in one run are of use.")
 benches.command("broadcast")(bench_broadcast)
 benches.command("p2p")(bench_p2p)
+benches.command("pool")(bench_pool)
 app.add_typer(benches, name="bench", no_args_is_help=True)
 app.command()(proxy)
 app.add_typer(pool, name="pool", no_args_is_help=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from kvpp_connectors.log import get_logger
@@ -75,6 +76,14 @@ class StoreBackend(ABC):
         if wrong:
             raise PoolUnavailable(self._refusal(self._book.outcome(wrong[0]), len(keys)))
         return [code == 1 for code in codes]
+
+    def client(self) -> AbstractContextManager[Any]:
+        """The store's own client, for one call.
+
+        Raises:
+            PoolUnavailable: it is not connected, or closed.
+        """
+        return self._handle.use()
 
     def close(self) -> None:
         """See Backend."""

@@ -1,0 +1,212 @@
+"""`kvpp bench pool --engines`: prompts saved and loaded by real engines, ours against vLLM's.
+
+Two engines, each in a process of its own with another connector over one pool, take turns: with new
+prompts, until all is saved; then again and again with the last ones and an empty cache of their
+own, so that all comes from the pool. No KVPP: vLLM's MooncakeStoreConnector does not know it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from kvpp_connectors.cli.turns import in_turns, medians, ratio
+
+__all__ = ["EngineTiming", "time_engines"]
+
+PROMPTS, LENGTH = 4, 1536  # tokens each
+_BOUND_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTiming:
+    """Median seconds for all prompts, and how much faster we are within a turn."""
+
+    ours_new: float  # computed, answered and saved
+    vllm_new: float
+    ours_again: float  # loaded and answered
+    vllm_again: float
+    ours_to_vllm_new: float
+    ours_to_vllm_again: float
+
+
+def time_engines(master: str, folder: Path, repeats: int) -> EngineTiming:
+    """Time both connectors over the pool of ``master``.
+
+    Raises:
+        RuntimeError: an engine failed, or loaded other tokens than it should.
+    """
+    from kvpp_connectors.demo.model import TinyModel, write_checkpoint
+
+    model = str(write_checkpoint(folder / "model", TinyModel()))
+    with ExitStack() as stack:
+        ours = stack.enter_context(_Engine(model, _ours(master), {}))
+        vllms = stack.enter_context(_Engine(model, _VLLMS, _vllms_environment(master, folder)))
+        new = in_turns({"ours_new": ours.new, "vllm_new": vllms.new}, repeats)
+        again = in_turns({"ours_again": ours.again, "vllm_again": vllms.again}, repeats)
+    return EngineTiming(
+        **medians(new),
+        **medians(again),
+        ours_to_vllm_new=ratio(new, "vllm_new", "ours_new"),
+        ours_to_vllm_again=ratio(again, "vllm_again", "ours_again"),
+    )
+
+
+_VLLMS: dict[str, Any] = {
+    "kv_connector": "MooncakeStoreConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"load_async": True},  # it knows no other
+}
+
+
+def _ours(master: str) -> dict[str, Any]:
+    mooncake = {"master_server_address": master, "global_segment_size": 0, "protocol": "tcp"}
+    return {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "mooncake": mooncake,
+            "load_async": True,
+            "lookup_deadline_s": 10.0,
+            "lookup_wait_s": 1.0,
+        },
+    }
+
+
+def _vllms_environment(master: str, folder: Path) -> dict[str, str]:
+    config = folder / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "mode": "standalone-store",
+                "metadata_server": "P2PHANDSHAKE",
+                "master_server_address": master,
+                "protocol": "tcp",
+                "global_segment_size": 0,
+                "local_buffer_size": 64 << 20,
+            }
+        )
+    )
+    return {"MOONCAKE_CONFIG_PATH": str(config)}
+
+
+class _Engine:
+    """An engine in a process of its own."""
+
+    def __init__(
+        self, model: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        self._name = transfer["kv_connector"]
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(theirs, model, dict(transfer), dict(environment))
+        )
+        self._process.start()
+        theirs.close()
+        self._seed = 0
+
+    def new(self) -> float:
+        """Seconds for prompts that nobody has seen."""
+        self._seed += 1
+        return self._ask("new")
+
+    def again(self) -> float:
+        """Seconds for the last prompts, with nothing in the engine's own cache."""
+        return self._ask("again")
+
+    def _ask(self, what: str) -> float:
+        self._pipe.send((what, self._seed))
+        if not self._pipe.poll(_BOUND_S):
+            raise RuntimeError(f"{self._name} did not answer within {_BOUND_S:g} s")
+        seconds: float = self._pipe.recv()
+        return seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(30)
+        self._process.kill()
+
+
+def _serve(
+    parent: Connection, model: str, transfer: dict[str, Any], environment: dict[str, str]
+) -> None:
+    """In the engine's process: answer until the pipe is closed."""
+    os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
+    _give_cpu_events()
+    llm = _start(model, transfer)
+    try:
+        while True:
+            what, seed = parent.recv()
+            parent.send(_generate(llm, seed, again=what == "again"))
+    except EOFError:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _give_cpu_events() -> None:
+    """vLLM's connector records an event before each save; on a CPU nothing is behind it."""
+    import torch
+
+    class CpuEvent:
+        def record(self) -> None:
+            """Everything has been computed already."""
+
+        def synchronize(self) -> None:
+            """Nothing to wait for."""
+
+    if not torch.cuda.is_available():
+        torch.cuda.Event = CpuEvent  # type: ignore[assignment,misc]
+
+
+def _start(model: str, transfer: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    return LLM(
+        model,
+        kv_transfer_config=transfer,
+        kv_cache_memory_bytes=256 << 20,
+        max_num_batched_tokens=PROMPTS * LENGTH,
+        max_model_len=2048,
+        max_num_seqs=PROMPTS,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+        attention_backend="CPU_MLA",
+    )
+
+
+def _generate(llm: Any, seed: int, *, again: bool) -> float:
+    """Seconds until all prompts are answered and what is to be saved is saved."""
+    from vllm import SamplingParams
+
+    numbers = random.Random(seed)
+    prompts = [[numbers.randrange(2, 512) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
+    if again and not llm.reset_prefix_cache():
+        raise RuntimeError("the engine's own cache could not be emptied: blocks are in use")
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    started = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    cached = 0
+    while scheduler.has_requests():
+        cached += sum(out.num_cached_tokens or 0 for out in engine.step() if out.finished)
+    seconds = time.perf_counter() - started
+    expected = PROMPTS * (LENGTH - 1) if again else 0
+    if not expected - PROMPTS * 16 <= cached <= expected:
+        raise RuntimeError(f"{cached} tokens came from the pool; expected {expected}")
+    return seconds
