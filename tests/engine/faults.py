@@ -53,3 +53,16 @@ class WorkerFaults:
             if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()
         }
         return {"buffers": len(storages), "bytes": sum(storages.values())}
+
+    def observe_blocks(self, blocks: list[int]) -> list[dict[str, bytes]]:
+        """What this rank's caches hold of some blocks, by layer name; without KVPP."""
+        layers = self.compilation_config.static_forward_context  # type: ignore[attr-defined]
+        caches = {
+            name: layer.kv_cache
+            for name, layer in layers.items()
+            if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()
+        }
+        return [
+            {name: cache[block].numpy().tobytes() for name, cache in caches.items()}
+            for block in blocks
+        ]

@@ -117,6 +117,21 @@ class Engine:
         request = self._scheduler.running[0]
         return int(self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0][0])
 
+    def cached_blocks(self, prompt: tuple[int, ...]) -> dict[bytes, int]:
+        """The whole blocks of a prompt that the engine keeps: vLLM's hash of each, and its id."""
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import hash_block_tokens
+
+        pool = self._scheduler.kv_cache_manager.block_pool
+        size = self.vllm_config.cache_config.block_size
+        found: dict[bytes, int] = {}
+        parent = None
+        for end in range(size, len(prompt) + 1, size):
+            parent = hash_block_tokens(sha256, parent, prompt[end - size : end])
+            (block,) = pool.get_cached_block(parent, [0])
+            found[bytes(parent)] = int(block.block_id)
+        return found
+
     @property
     def free_blocks(self) -> int:
         """Blocks that no request holds; cached ones count as free."""
