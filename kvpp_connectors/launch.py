@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Connector", "Launch", "kv_cache_dtype", "launch_from_vllm"]
+__all__ = ["Connector", "Launch", "kv_cache_dtype", "launch_from_vllm", "mode_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Launch:
 
 
 def launch_from_vllm(config: Any) -> Launch:
-    """Read the facts from a VllmConfig (0.32), before or after its platform hook."""
+    """Read the facts from a VllmConfig, before or after its platform hook."""
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
     model, parallel = config.model_config, config.parallel_config
@@ -95,7 +95,7 @@ def launch_from_vllm(config: Any) -> Launch:
         is_sparse=hasattr(model.hf_text_config, "index_topk"),
         is_hybrid=model.is_hybrid,
         enforce_eager=model.enforce_eager,
-        cudagraph_mode=_mode_name(compilation.cudagraph_mode),
+        cudagraph_mode=mode_name(compilation.cudagraph_mode),
         splitting_ops=None
         if compilation.splitting_ops is None
         else tuple(compilation.splitting_ops),
@@ -103,12 +103,12 @@ def launch_from_vllm(config: Any) -> Launch:
         breakable_graphs=is_breakable_cudagraph_enabled(),
         attention_quant_fusion=bool(compilation.pass_config.fuse_attn_quant),
         speculative_method=speculative.method if speculative else None,
-        dynamic_speculation=bool(speculative and speculative.num_speculative_tokens_per_batch_size),
+        dynamic_speculation=bool(_since_032(speculative, "num_speculative_tokens_per_batch_size")),
         draft_uses_mla=_draft_uses_mla(speculative),
         kv_cache_events=bool(events and events.enable_kv_cache_events),
         worker_cls=parallel.worker_cls,
         dual_batch_overlap=parallel.enable_dbo,
-        hisparse=config.attention_config.hisparse_config is not None,
+        hisparse=_since_032(config.attention_config, "hisparse_config") is not None,
         kv_sharing_fast_prefill=config.cache_config.kv_sharing_fast_prefill,
         connector=_connector(transfer) if transfer and transfer.kv_connector else None,
     )
@@ -144,11 +144,16 @@ def _child(path: str, child: object) -> Connector:
     )
 
 
+def _since_032(config: Any, name: str) -> Any:
+    """What vLLM 0.23 does not know yet; None there, and where there is no such configuration."""
+    return getattr(config, name, None)
+
+
 def _draft_uses_mla(speculative: Any) -> bool:
     draft = speculative.draft_model_config if speculative else None
     return draft is None or bool(draft.use_mla)
 
 
-def _mode_name(mode: Any) -> str:
+def mode_name(mode: Any) -> str:
     """A CUDAGraphMode by name; None, before vLLM has chosen, counts as NONE."""
     return "NONE" if mode is None else str(getattr(mode, "name", mode))

@@ -33,6 +33,7 @@ PLATFORM_WORKERS = (
     "auto",
     "vllm.v1.worker.cpu_worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker",
+    "vllm_ascend.worker.worker.NPUWorker",
 )
 POOL_KEYS = (*PoolOptions.model_fields, *IDLE_KEYS)
 
@@ -85,6 +86,12 @@ def _extra(key: str, default: object) -> Callable[[Connector], object]:
 
 def _count(launch: Launch, name: str) -> int:
     return sum(connector.name == name for connector in launch.connectors)
+
+
+def _foreign_protocols(launch: Launch) -> list[str]:
+    """What connectors ask for besides the protocol of NPUs."""
+    asked = [str(connector.extra.get("protocol", "ascend")) for connector in launch.connectors]
+    return [protocol for protocol in asked if protocol != "ascend"]
 
 
 def _captures(launch: Launch) -> bool:
@@ -267,6 +274,14 @@ LAUNCH_RULES = (
         value=lambda _: "true",
         reason="Layers that share one cache would have two owners.",
         remedy="Leave it out.",
+    ),
+    LaunchRule(
+        name="ascend-transport",
+        option="kv_transfer_config.kv_connector_extra_config.protocol",
+        broken=lambda launch: launch.device_type == "npu" and bool(_foreign_protocols(launch)),
+        value=lambda launch: ", ".join(_foreign_protocols(launch)),
+        reason="Mooncake reaches the memory of NPUs by its protocol ascend only.",
+        remedy='Leave it out, or write "ascend".',
     ),
     LaunchRule(
         name="one-pd-child",

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-__all__ = ["ConnectorShell", "ended_well"]
+__all__ = ["ConnectorShell", "TransferResults", "ended_well"]
+
+
+class _Results(NamedTuple):
+    """In place of vLLM's class, which 0.23 does not have."""
+
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
+
+
+TransferResults: Any = getattr(base, "KVConnectorTransferResults", _Results)
 
 
 class ConnectorShell(KVConnectorBase_V1, SupportsHMA):
@@ -23,7 +35,7 @@ class ConnectorShell(KVConnectorBase_V1, SupportsHMA):
         return answer
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """`get_transfer_results` for wrappers that ask in the older way."""
+        """`get_transfer_results` as vLLM 0.23 asks; which loads failed it sees by their blocks."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending, results.finished_recving
 

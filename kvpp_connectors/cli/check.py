@@ -5,23 +5,35 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from kvpp_connectors.config import read_settings
-from kvpp_connectors.launch import launch_from_vllm
+from kvpp_connectors.launch import Launch, launch_from_vllm, mode_name
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import check as check_rules
 
-__all__ = ["check", "check_line"]
+__all__ = ["Platform", "check", "check_line"]
+
+
+class Platform(StrEnum):
+    """Whose rules are applied, where it is not this machine's."""
+
+    ASCEND = "ascend"
 
 
 def check(
     line: Annotated[
         list[str], typer.Argument(help="The launch line, after --: vllm serve MODEL [OPTIONS]")
     ],
+    platform: Annotated[
+        Platform | None,
+        typer.Option(help="Apply the rules of that platform. Default: this machine's."),
+    ] = None,
 ) -> None:
     """Print what would be refused in a launch line, and what is warned of.
 
@@ -30,7 +42,7 @@ def check(
     """
     console = Console(highlight=False)
     try:
-        enabled, problems = check_line(line)
+        enabled, problems = check_line(line, platform)
     except _NotALaunch as error:
         console.print(str(error), markup=False)
         raise typer.Exit(2) from error
@@ -50,7 +62,7 @@ class _NotALaunch(Exception):
     """vLLM does not take the line."""
 
 
-def check_line(line: Sequence[str]) -> tuple[bool, list[Problem]]:
+def check_line(line: Sequence[str], platform: Platform | None = None) -> tuple[bool, list[Problem]]:
     """Whether a launch line switches KVPP on, and every problem that it has."""
     arguments = _parse(line)
     given = arguments.additional_config  # text where it is no JSON, which vLLM refuses below
@@ -65,8 +77,22 @@ def check_line(line: Sequence[str]) -> tuple[bool, list[Problem]]:
             return settings.enabled, list(refusal.problems)
         raise _NotALaunch(f"vLLM does not take this launch: {error}") from error
     if settings.enabled:
-        problems += check_rules(launch_from_vllm(config))
+        launch = launch_from_vllm(config)
+        if platform is Platform.ASCEND:
+            launch = _on_ascend(launch, arguments)
+        problems += check_rules(launch)
     return settings.enabled, problems
+
+
+def _on_ascend(launch: Launch, arguments: Any) -> Launch:
+    """The launch on NPUs: this machine's platform may have changed what was asked of graphs."""
+    compilation = arguments.compilation_config
+    return replace(
+        launch,
+        device_type="npu",
+        enforce_eager=bool(arguments.enforce_eager),
+        cudagraph_mode=mode_name(compilation.cudagraph_mode),
+    )
 
 
 def _parse(line: Sequence[str]) -> Any:

@@ -31,6 +31,7 @@ __all__ = [
     "hooks_of",
     "installed_hooks",
     "installed_vllm",
+    "is_v023",
     "members",
     "missing_hooks",
     "platform_hooks",
@@ -290,9 +291,14 @@ def vllm_version() -> str:
     return "vllm (unknown version)"
 
 
+def is_v023() -> bool:
+    """Whether vLLM 0.23 is installed, which vllm-ascend 0.23 runs on."""
+    return vllm_version().split()[1].startswith("0.23.")
+
+
 def installed_hooks() -> tuple[Hook, ...]:
     """The table for the installed vLLM."""
-    if vllm_version().split()[1].startswith("0.23."):
+    if is_v023():
         from kvpp_connectors.engine.ascend_hooks import ASCEND_HOOKS
 
         return ASCEND_HOOKS

@@ -7,7 +7,7 @@ its own way: one KVCacheTensor per layer, each with its own offset into one back
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +21,30 @@ from kvpp_core.layout import Placement, RankLayout
 from kvpp_core.ownership import assign_owners
 
 __all__ = [
+    "ComponentsOf",
     "backing_buffer",
     "block_size_of",
+    "check_one_group",
     "check_own_caches",
     "place",
     "plan",
     "read_bundles",
+    "whole",
 ]
+
+# The components of a layer's cache, from its name and its specification.
+ComponentsOf = Callable[[str, Any], tuple[Component, ...]]
+
+
+def whole(name: str, spec: Any) -> tuple[Component, ...]:
+    """A layer's cache is one tensor."""
+    return (Component(name, spec.page_size_bytes),)
 
 
 def read_bundles(
-    specs: Mapping[str, Any], draft_names: frozenset[str]
+    specs: Mapping[str, Any],
+    draft_names: frozenset[str],
+    components_of: ComponentsOf = whole,
 ) -> tuple[tuple[LayerBundle, ...], tuple[LayerBundle, ...]]:
     """Group vLLM's cache specs by transformer layer: (target bundles, draft bundles).
 
@@ -59,9 +72,10 @@ def read_bundles(
     block_size_of(specs)
     targets, drafts = (
         group_bundles(
-            (extract_layer_index(name), Component(name, spec.page_size_bytes))
+            (extract_layer_index(name), component)
             for name, spec in specs.items()
             if (name in draft_names) is wanted
+            for component in components_of(name, spec)
         )
         for wanted in (False, True)
     )
@@ -102,13 +116,14 @@ def plan(
     draft_names: frozenset[str],
     group: KvppGroup,
     options: KvppOptions,
+    components_of: ComponentsOf = whole,
 ) -> Placement:
     """The placement of one worker: who owns what in its group.
 
     Raises:
         PlanError: see `read_bundles`; or a packed broadcast could not hold one block.
     """
-    targets, drafts = read_bundles(specs, draft_names)
+    targets, drafts = read_bundles(specs, draft_names, components_of)
     placement = Placement(
         bundles=targets,
         owners=assign_owners(targets, group.size, options.ownership),
@@ -126,6 +141,19 @@ def plan(
     return placement
 
 
+def check_one_group(config: Any) -> None:
+    """Check that one table of blocks serves all layers.
+
+    Raises:
+        PlanError: the engine planned several cache groups.
+    """
+    if len(config.kv_cache_groups) != 1:
+        raise PlanError(
+            f"the engine planned {len(config.kv_cache_groups)} cache groups; KVPP follows the "
+            "blocks of one. Serve a non-hybrid model without such a draft, or switch KVPP off."
+        )
+
+
 def place(config: Any, layout: RankLayout) -> Any:
     """The KVCacheConfig with every layer at its place in the KVPP layout.
 
@@ -135,12 +163,7 @@ def place(config: Any, layout: RankLayout) -> Any:
     """
     from vllm.v1.kv_cache_interface import KVCacheTensor
 
-    if len(config.kv_cache_groups) != 1:
-        raise PlanError(
-            f"the engine planned {len(config.kv_cache_groups)} cache groups; KVPP follows the "
-            "blocks of one. Serve a non-hybrid model without such a draft, or switch KVPP off."
-        )
-
+    check_one_group(config)
     planned = {name for tensor in config.kv_cache_tensors for name in tensor.layers}
     if planned != set(layout.components):
         odd = sorted(planned ^ set(layout.components))

@@ -22,7 +22,14 @@ from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, POOL, check
 from kvpp_core.errors import KvppError
 
-__all__ = ["KVPP_WORKERS", "configure", "examine", "examine_resolved"]
+__all__ = [
+    "KVPP_WORKERS",
+    "KVPP_WORKERS_023",
+    "configure",
+    "examine",
+    "examine_resolved",
+    "installed_workers",
+]
 
 logger = get_logger(__name__)
 
@@ -30,8 +37,14 @@ KVPP_WORKERS = {
     "cpu": "kvpp_connectors.engine.cpu.KvppCpuWorker",
     "cuda": "kvpp_connectors.engine.cuda.KvppGpuWorker",
 }
+KVPP_WORKERS_023 = {"npu": "kvpp_connectors.engine.ascend.KvppNpuWorker"}  # on vLLM 0.23
 _PROFILE_WORKER = "kvpp_connectors.engine.cpu.CpuProfileWorker"
 _ACCEPTED = "kvpp_accepted"  # on the device_config: vLLM hands it on as it is, never a new one
+
+
+def installed_workers() -> Mapping[str, str]:
+    """KVPP's worker class for each platform of the installed vLLM."""
+    return KVPP_WORKERS_023 if hooks.is_v023() else KVPP_WORKERS
 
 
 def examine(vllm_config: Any) -> list[Problem]:
@@ -119,7 +132,7 @@ def _settings(vllm_config: Any) -> tuple[Settings, list[Problem]]:
 
 
 def _check_worker(worker_cls: str, settings: Settings) -> list[Problem]:
-    if settings.enabled or worker_cls not in KVPP_WORKERS.values():
+    if settings.enabled or worker_cls not in installed_workers().values():
         return []
     return [
         Problem(
@@ -191,14 +204,15 @@ def _read_settings_of(name: str, extra: Any) -> None:
 
 
 def _check_platform(device_type: str) -> list[Problem]:
-    if device_type in KVPP_WORKERS:
+    workers = installed_workers()
+    if device_type in workers:
         return []
     return [
         Problem(
             rule="platform",
             option="platform",
             value=device_type,
-            reason=f"KVPP has a worker for {' and '.join(KVPP_WORKERS)} only.",
+            reason=f"On {hooks.vllm_version()} KVPP has a worker for {' and '.join(workers)} only.",
             remedy="Switch KVPP off on this platform.",
         )
     ]
@@ -206,7 +220,7 @@ def _check_platform(device_type: str) -> list[Problem]:
 
 def _choose_worker(parallel: Any, settings: Settings, device_type: str, with_profile: bool) -> None:
     if settings.enabled:
-        parallel.worker_cls = KVPP_WORKERS[device_type]
+        parallel.worker_cls = installed_workers()[device_type]
     elif with_profile and device_type == "cpu" and parallel.worker_cls in PLATFORM_WORKERS:
         parallel.worker_cls = _PROFILE_WORKER
     else:

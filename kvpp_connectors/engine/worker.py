@@ -92,7 +92,7 @@ class KvppWorkerMixin:
         assert self._kvpp_group is not None
         check_own_caches(self._kvpp_layers())
         drafts = hooks.draft_cache_names(self.model_runner, self._kvpp_layers())
-        self._kvpp_placement = plan(specs, drafts, self._kvpp_group, self._kvpp_options)
+        self._kvpp_placement = self._kvpp_plan(specs, drafts)
         self._kvpp_block_size = block_size_of(specs)
         reserve = self._kvpp_options.reserve_bytes
         self._kvpp_blocks = blocks_that_fit(self._kvpp_placement, available - reserve)
@@ -117,7 +117,7 @@ class KvppWorkerMixin:
         layout = build_layout(self._kvpp_placement, kv_cache_config.num_blocks)
         self._kvpp_agree(layout)
         publish(KvppFacts(layout, self._kvpp_manifest))
-        super().initialize_from_config(place(kv_cache_config, layout))  # type: ignore[misc]
+        super().initialize_from_config(self._kvpp_place(kv_cache_config, layout))  # type: ignore[misc]
         self._kvpp_start(layout)
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -191,6 +191,26 @@ class KvppWorkerMixin:
         port = metrics_port(first, self.parallel_config, self.rank)
         self._kvpp_metrics = MetricsPage(own_host(), port, BroadcastCounters(self.rank, stats))
 
+    # What depends on the version of vLLM: here 0.32; `kvpp_connectors.engine.v023` has 0.23.
+
+    def _kvpp_plan(self, specs: dict[str, Any], drafts: frozenset[str]) -> Placement:
+        """Who owns what, from the worker's cache specifications."""
+        assert self._kvpp_group is not None
+        return plan(specs, drafts, self._kvpp_group, self._kvpp_options)
+
+    def _kvpp_place(self, kv_cache_config: Any, layout: RankLayout) -> Any:
+        """Make vLLM allocate by ``layout``: the configuration that it is handed."""
+        return place(kv_cache_config, layout)
+
+    def _kvpp_buffer(self, layout: RankLayout) -> torch.Tensor:
+        """The KV memory that vLLM allocated, as bytes."""
+        layers = self._kvpp_layers()
+        return backing_buffer({name: layers[name].kv_cache for name in layout.components}, layout)
+
+    def _kvpp_hook(self) -> None:
+        """Make every target layer call `_kvpp_acquire` before it touches its cache."""
+        hooks.hook_layers(self._kvpp_layers(), self._kvpp_layer_of, self._kvpp_acquire)
+
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context
         return layers
@@ -210,11 +230,10 @@ class KvppWorkerMixin:
 
     def _kvpp_start(self, layout: RankLayout) -> None:
         assert self._kvpp_group is not None
-        options, layers = self._kvpp_options, self._kvpp_layers()
-        caches = {name: layers[name].kv_cache for name in layout.components}
+        options = self._kvpp_options
         pipeline = Pipeline(
             layout=layout,
-            buffer=backing_buffer(caches, layout),
+            buffer=self._kvpp_buffer(layout),
             staging=self._kvpp_staging,
             group=self._kvpp_group,
             device=make_device(self.device.type, options.transfer_timeout_s),
@@ -230,7 +249,7 @@ class KvppWorkerMixin:
         self._kvpp_layer_of = {
             c.name: bundle.layer for bundle in layout.placement.bundles for c in bundle.components
         }
-        hooks.hook_layers(layers, self._kvpp_layer_of, self._kvpp_acquire)
+        self._kvpp_hook()
         self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
         self._kvpp_pipeline = pipeline
         logger.info(

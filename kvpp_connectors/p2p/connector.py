@@ -6,10 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
@@ -18,7 +15,7 @@ from kvpp_connectors.p2p.settings import engine_facts
 from kvpp_connectors.p2p.wire import WorkerAddress
 from kvpp_connectors.p2p.worker import Ranks, WorkerSide
 from kvpp_connectors.registry import published
-from kvpp_connectors.shell import ConnectorShell, ended_well
+from kvpp_connectors.shell import ConnectorShell, TransferResults, ended_well
 
 __all__ = ["MooncakeConnectorV2"]
 
@@ -117,12 +114,12 @@ class MooncakeConnectorV2(ConnectorShell):
         assert self._worker is not None
         self._worker.start(self._step())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Leases that are over, pulls that have ended, pulls that failed."""
         assert self._worker is not None
         received, failed = self._worker.finished()
         sent = set(self._step().let_go)
-        return KVConnectorTransferResults(sent, received, failed)
+        return TransferResults(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks of failed pulls; vLLM recomputes or fails by kv_load_failure_policy."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
+from typing import Any
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.caches import cache_regions, kept_components
@@ -29,6 +28,7 @@ from kvpp_connectors.p2p.wire import (
     ShareEnded,
     WorkerAddress,
 )
+from kvpp_connectors.tensors import single_tensors
 from kvpp_connectors.transport import TransferEngine, default_protocol, process_engine
 from kvpp_core.layout import RankLayout
 
@@ -66,7 +66,7 @@ class WorkerSide:
         self._invalid_blocks: set[int] = set()
         self._stats = P2pStats()
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Take over the caches: let peers read them, or get ready to pull into them.
 
         Raises:
@@ -75,7 +75,7 @@ class WorkerSide:
         facts, options = self._facts, self._facts.options
         protocol = options.protocol or default_protocol(facts.device_type)
         self._engine = process_engine(facts.host, protocol)
-        kept = kept_components(kv_caches, self._layout)
+        kept = kept_components(single_tensors(kv_caches), self._layout)
         for cache in kept.values():
             self._engine.register(cache.untyped_storage())
         self._description = Description(

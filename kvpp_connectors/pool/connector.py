@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorRole,
-    KVConnectorTransferResults,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.host import own_host
 from kvpp_connectors.log import get_logger
@@ -22,7 +19,7 @@ from kvpp_connectors.pool.settings import name_objects, pool_facts
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.worker import PoolWorker, Ranks
 from kvpp_connectors.registry import published
-from kvpp_connectors.shell import ConnectorShell, ended_well
+from kvpp_connectors.shell import ConnectorShell, TransferResults, ended_well
 
 __all__ = ["AscendStoreConnector"]
 
@@ -112,10 +109,10 @@ class AscendStoreConnector(ConnectorShell):
         assert self._worker is not None
         self._worker.start(self._step())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Requests whose blocks are saved, whose load has ended, whose load has failed."""
         assert self._worker is not None
-        return KVConnectorTransferResults(*self._worker.finished())
+        return TransferResults(*self._worker.finished())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that did not come; vLLM recomputes or fails by kv_load_failure_policy."""

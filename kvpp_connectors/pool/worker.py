@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.settings import PoolFacts
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.registry import KvppFacts, offer_layer_loads
+from kvpp_connectors.tensors import single_tensors
 from kvpp_core.bundles import Component, LayerBundle
 
 __all__ = ["PoolWorker", "Ranks"]
@@ -81,12 +83,13 @@ class PoolWorker:
         self._ended: set[str] = set()
         self._invalid_blocks: set[int] = set()
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> PoolWorkerFacts:
+    def register(self, layers: Mapping[str, Any]) -> PoolWorkerFacts:
         """Take over the caches.
 
         Raises:
             KvppError: a block is not in one piece, or staging holds no object.
         """
+        kv_caches = single_tensors(layers)
         inventory = self._inventory(kv_caches)
         if inventory.payload_bytes:
             self._caches = CacheBlocks(kv_caches, inventory)

@@ -24,7 +24,7 @@ codes = {}
 for name, line in json.loads(sys.argv[1]).items():
     print("CHECK", name, flush=True)
     try:
-        app(["check", "--", *line])
+        app(["check", *json.loads(sys.argv[2]), "--", *line])
     except SystemExit as error:
         codes[name] = error.code
     sys.stdout.flush()
@@ -40,10 +40,12 @@ class Checked:
     lines: list[str]
 
 
-def check_all(lines: Mapping[str, Sequence[str]], folder: Path) -> dict[str, Checked]:
+def check_all(
+    lines: Mapping[str, Sequence[str]], folder: Path, *options: str
+) -> dict[str, Checked]:
     """What `kvpp check` says of each line; vLLM is imported once, in a process of its own."""
     finished = run(
-        [sys.executable, "-c", CHECK_ALL, json.dumps(lines)],
+        [sys.executable, "-c", CHECK_ALL, json.dumps(lines), json.dumps(options)],
         folder,
         VLLM_LOGGING_LEVEL=None,
         **WIDE,

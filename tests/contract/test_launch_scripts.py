@@ -36,10 +36,10 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Checked]:
     folder = tmp_path_factory.mktemp("launch")
     (folder / "vllm").write_text(VLLM.format(python=sys.executable))
     (folder / "vllm").chmod(0o755)
-    return check_all({script.stem: _line(script, folder) for script in SCRIPTS}, folder)
+    return check_all({script.stem: line_of(script, folder) for script in SCRIPTS}, folder)
 
 
-def _line(script: Path, folder: Path) -> list[str]:
+def line_of(script: Path, folder: Path) -> list[str]:
     """The launch line of a script, for a model of the kind that its own default is of."""
     text = script.read_text()
     if "V2-Lite" in text:

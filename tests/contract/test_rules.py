@@ -148,6 +148,11 @@ LAUNCH_CASES = {
     "no-kv-sharing": Case(
         Launch(kv_sharing_fast_prefill=True), "--kv-sharing-fast-prefill", "true"
     ),
+    "ascend-transport": Case(
+        Launch(device_type="npu", connector=connector(P2P, protocol="tcp")),
+        f"kv_transfer_config.{EXTRA}.protocol",
+        "tcp",
+    ),
     "one-pd-child": Case(
         multi(*2 * [{"kv_connector": P2P, "kv_role": "kv_producer"}]),
         "kv_transfer_config.kv_connector_extra_config.connectors",
@@ -247,6 +252,11 @@ LEGAL = {
     "the same, by overload": replace(GRAPHS, splitting_ops=(f"{CACHE_UPDATE}.default",)),
     "no splits, which vLLM takes as no graphs": replace(GRAPHS, splitting_ops=()),
     "SFA": Launch(is_sparse=True),
+    "sparse on NPUs, in graphs": Launch(
+        device_type="npu", is_sparse=True, enforce_eager=False, cudagraph_mode="PIECEWISE"
+    ),
+    "NPUs' protocol": Launch(device_type="npu", connector=connector(P2P, protocol="ascend")),
+    "another protocol elsewhere": Launch(connector=connector(P2P, protocol="tcp")),
     "MTP": Launch(speculative_method="mtp"),
     "Eagle3": Launch(speculative_method="eagle3"),
     "DSpark": Launch(speculative_method="dspark"),
@@ -304,6 +314,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     for name, case in LAUNCH_CASES.items()
     if name
     not in (
+        "ascend-transport",
         "connectors-need-mla-drafts",
         "group-larger-than-one",
         "known-speculation",
