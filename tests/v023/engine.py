@@ -28,10 +28,14 @@ _START_S, _ANSWER_S, _END_S = 240.0, 120.0, 30.0
 class Engine:
     """The test's end. Every answer has a bound; the log is shown where one does not come."""
 
-    def __init__(self, model: Path, log: Path, **options: Any) -> None:
+    def __init__(
+        self, model: Path, log: Path, environment: dict[str, str] | None = None, **options: Any
+    ) -> None:
         self._log = log
         self._pipe, theirs = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_serve, args=(theirs, str(model), str(log), options))
+        self._process = _SPAWN.Process(
+            target=_serve, args=(theirs, str(model), str(log), environment or {}, options)
+        )
         self._process.start()
         theirs.close()
         assert self._answer(_START_S) == "ready"
@@ -85,8 +89,10 @@ class Engine:
             self._process.join(_END_S)
 
 
-def _serve(pipe: Connection, model: str, log: str, options: dict[str, Any]) -> None:
-    os.environ.update(_ENVIRONMENT)
+def _serve(
+    pipe: Connection, model: str, log: str, environment: dict[str, str], options: dict[str, Any]
+) -> None:
+    os.environ.update(_ENVIRONMENT | environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)

@@ -22,7 +22,7 @@ LAYERS, RANKS, BLOCK = 6, 2, 128
 ON: dict[str, Any] = {"enable_kvpp": True, "kvpp": {"poison_scratch": True}}
 OFF: dict[str, Any] = {"kvpp": {"cpu_profile": True}}
 REFERENCE = "tests.v023.reference.ReferenceWorker"
-DEAF = "tests.v023.reference.DeafWorker"
+DEAF = {"REFERENCE_IS_DEAF": "1"}
 MEMORY = 64 << 20  # bytes per rank
 EXTRA = "kv_connector_extra_config"
 
@@ -99,7 +99,7 @@ def test_layers_that_do_not_wait_answer_wrongly(
     tmp_path: Path,
 ) -> None:
     """Without the hooks no broadcast reaches a layer: the test above can fail."""
-    with start(model, tmp_path / "log", ON, worker_cls=DEAF) as engine:
+    with start(model, tmp_path / "log", ON, environment=DEAF) as engine:
         found = engine.generate(prompts, 8)
     assert [answer["tokens"] for answer in found] != [answer["tokens"] for answer in expected[0]]
 
@@ -111,8 +111,16 @@ def test_decode_pulls_from_a_kvpp_prefill(
     tmp_path: Path,
 ) -> None:
     """Each tensor of each layer from its owner; decode computes the last token alone."""
-    prefill = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer", EXTRA: {}}
-    decode = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", EXTRA: {}}
+    prefill: dict[str, Any] = {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_role": "kv_producer",
+        EXTRA: {},
+    }
+    decode: dict[str, Any] = {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_role": "kv_consumer",
+        EXTRA: {},
+    }
     prefill["kv_port"], decode["kv_port"] = 27700, 27710
     with (
         start(model, tmp_path / "prefill", ON, kv_transfer_config=prefill) as producer,
