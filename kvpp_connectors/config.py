@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpp_connectors.problems import Problem
 from kvpp_core.ownership import OwnershipPolicy
-from kvpp_core.policy import BroadcastPolicy
+from kvpp_core.policy import BroadcastPolicy, DecodePolicy
 
 __all__ = ["KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
 
@@ -40,6 +40,12 @@ class KvppOptions(BaseModel):
         description="auto: the cheapest of full, runs and packed for each layer and step; full: "
         "the specification's complete bundles; active: never full; runs, packed: always that "
         "(to measure)",
+    )
+    decode: DecodePolicy = Field(
+        default=DecodePolicy.BROADCAST,
+        strict=False,
+        description="broadcast: the history of decode tokens moves like any other; owner: their "
+        "queries go to the owner of each layer instead, and results come back",
     )
     ownership: OwnershipPolicy = Field(
         default=OwnershipPolicy.COUNT,
@@ -82,7 +88,7 @@ class KvppOptions(BaseModel):
     )
     poison_scratch: bool = Field(
         default=False,
-        description="fill scratch memory with 0xFF at the start of each step with history, so that "
+        description="fill scratch memory with 0xFF at the start of each step, so that "
         "a missing broadcast shows; costs memory bandwidth, for tests",
     )
     cpu_profile: bool = Field(

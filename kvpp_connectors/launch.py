@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpp_connectors.config import read_settings
+from kvpp_core.policy import DecodePolicy
+
 __all__ = ["Connector", "Launch", "kv_cache_dtype", "launch_from_vllm", "mode_name"]
 
 
@@ -59,6 +62,7 @@ class Launch:
     dual_batch_overlap: bool = False
     hisparse: bool = False
     kv_sharing_fast_prefill: bool = False
+    owner_decode: bool = False
     connector: Connector | None = None
 
     @property
@@ -110,6 +114,8 @@ def launch_from_vllm(config: Any) -> Launch:
         dual_batch_overlap=parallel.enable_dbo,
         hisparse=_since_032(config.attention_config, "hisparse_config") is not None,
         kv_sharing_fast_prefill=config.cache_config.kv_sharing_fast_prefill,
+        owner_decode=read_settings(config.additional_config or {})[0].options.decode
+        is DecodePolicy.OWNER,
         connector=_connector(transfer) if transfer and transfer.kv_connector else None,
     )
 

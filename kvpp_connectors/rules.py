@@ -157,6 +157,22 @@ LAUNCH_RULES = (
         remedy="Serve an MLA model without an indexer, or switch KVPP off.",
     ),
     LaunchRule(
+        name="owner-decode-where-proven",
+        option="--additional-config.kvpp.decode",
+        broken=lambda launch: (
+            launch.owner_decode
+            and (launch.is_sparse or launch.pcp > 1 or launch.device_type != "cpu")
+        ),
+        value=lambda launch: (
+            f"owner (on {launch.device_type}, PCP {launch.pcp}, "
+            f"{'sparse' if launch.is_sparse else 'MLA'})"
+        ),
+        reason="Decode at the owner is made for MLA on the CPU: a sparse model's indexer reads "
+        "history on every rank, PCP ranks hold different tokens, and decode kernels of "
+        "accelerators prepare for one rank's heads.",
+        remedy="Use decode = broadcast.",
+    ),
+    LaunchRule(
         name="no-full-graphs",
         option="--compilation-config.cudagraph_mode",
         broken=lambda launch: not launch.enforce_eager and launch.cudagraph_mode in FULL_GRAPHS,

@@ -23,7 +23,13 @@ class ScheduledRequest:
     request_id: str
     block_ids: Sequence[int]
     computed_tokens: int  # tokens computed before this step
+    new_tokens: int  # tokens computed in this step
     replaces: bool  # a new or resumed request: the ids are all it has
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it adds one token to its history."""
+        return self.new_tokens == 1 and self.computed_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,11 @@ class BlockHistory:
         active = [self._update(request) for request in step.requests]
         return tuple(sorted(set(chain.from_iterable(active))))
 
+    def of_prefills(self, step: ScheduledStep) -> tuple[int, ...]:
+        """The active blocks that requests other than decodes read; after ``observe(step)``."""
+        active = [self._active(request) for request in step.requests if not request.is_decode]
+        return tuple(sorted(set(chain.from_iterable(active))))
+
     def _update(self, request: ScheduledRequest) -> list[int]:
         if request.replaces:
             self._blocks[request.request_id] = list(request.block_ids)
@@ -71,6 +82,9 @@ class BlockHistory:
             )
         else:
             self._blocks[request.request_id].extend(request.block_ids)
+        return self._active(request)
+
+    def _active(self, request: ScheduledRequest) -> list[int]:
         blocks = self._blocks[request.request_id]
         needed = -(-request.computed_tokens // self._block_size)
         if needed > len(blocks):

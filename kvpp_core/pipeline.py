@@ -57,7 +57,7 @@ class PipelineSettings:
     cost: CostModel
     transfer_timeout: float  # seconds, for each wait for a broadcast
     load_timeout: float  # seconds that a load may take once its layer is to be broadcast
-    poison_scratch: bool = False  # fill scratch with 0xFF at the start of each step with history
+    poison_scratch: bool = False  # fill scratch with 0xFF at the start of each step
 
 
 class _State(Enum):
@@ -181,6 +181,8 @@ class Pipeline:
         self.stats.steps += 1
         self._state = _State.STEP
         self._current = -1
+        if self._settings.poison_scratch:
+            self._device.compute.run(self._poison, "poisoning the scratch slots")
         if not history.blocks or not self._layout.placement.bundles:
             return
         index = torch.tensor(history.blocks, dtype=torch.int64).to(
@@ -188,8 +190,6 @@ class Pipeline:
         )
         self._step = _Step(history, index, fences or {}, on_load_failed, guarded)
         self.stats.steps_with_history += 1
-        if self._settings.poison_scratch:
-            self._device.compute.run(self._poison, "poisoning the scratch slots")
         self._start(0)
 
     def acquire(self, component: str) -> None:

@@ -22,6 +22,7 @@ from kvpp_core.errors import PlanError
 __all__ = [
     "BroadcastPolicy",
     "CostModel",
+    "DecodePolicy",
     "History",
     "Mode",
     "blocks_per_message",
@@ -49,6 +50,13 @@ class BroadcastPolicy(StrEnum):
     ACTIVE = "active"  # the cheaper of runs and packed
     RUNS = "runs"
     PACKED = "packed"
+
+
+class DecodePolicy(StrEnum):
+    """Where a decode token attends to the history that another rank owns."""
+
+    BROADCAST = "broadcast"  # on its own rank: the history moves
+    OWNER = "owner"  # at the owner: its query moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,10 @@ HOOKS = (
     Hook(
         _SCHEDULE,
         "SchedulerOutput",
-        ("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"),
+        (
+            *("scheduled_new_reqs", "scheduled_cached_reqs", "finished_req_ids"),
+            "num_scheduled_tokens",
+        ),
     ),
     Hook(_SCHEDULE, "NewRequestData", ("req_id", "block_ids", "num_computed_tokens")),
     Hook(

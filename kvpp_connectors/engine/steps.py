@@ -14,11 +14,13 @@ def read_step(output: Any) -> ScheduledStep:
 
     A KVPP engine has one cache group, hence ``block_ids[0]``.
     """
+    new_tokens = output.num_scheduled_tokens
     new = [
         ScheduledRequest(
             request_id=request.req_id,
             block_ids=request.block_ids[0],
             computed_tokens=request.num_computed_tokens,
+            new_tokens=new_tokens[request.req_id],
             replaces=True,
         )
         for request in output.scheduled_new_reqs
@@ -29,6 +31,7 @@ def read_step(output: Any) -> ScheduledStep:
             request_id=request_id,
             block_ids=block_ids[0] if block_ids is not None else (),
             computed_tokens=computed_tokens,
+            new_tokens=new_tokens[request_id],
             replaces=request_id in cached.resumed_req_ids,
         )
         for request_id, block_ids, computed_tokens in zip(

@@ -6,6 +6,7 @@ each layer, and the begin and end of a step. Everything else stays vLLM's.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from kvpp_connectors.config import read_settings
 from kvpp_connectors.engine import groups, hooks
 from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
+from kvpp_connectors.engine.owner_decode import OwnerDecode
 from kvpp_connectors.engine.placement import (
     backing_buffer,
     block_size_of,
@@ -28,17 +30,27 @@ from kvpp_connectors.registry import KvppFacts, layer_loads, publish
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.device import make_device
 from kvpp_core.errors import PlanError
+from kvpp_core.exchange import HeadExchange
 from kvpp_core.group import KvppGroup
 from kvpp_core.history import BlockHistory
 from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
-from kvpp_core.policy import BroadcastPolicy, cost_model
+from kvpp_core.policy import BroadcastPolicy, DecodePolicy, cost_model
 from kvpp_core.stats import PipelineStats
 
 __all__ = ["KvppWorkerMixin"]
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """What a step reads of its requests' history."""
+
+    blocks: tuple[int, ...]
+    blocks_of_prefills: tuple[int, ...]
+    decodes: int  # tokens, one for each request
 
 
 class KvppWorkerMixin:
@@ -59,7 +71,8 @@ class KvppWorkerMixin:
     _kvpp_metrics: MetricsPage | None = None
     _kvpp_history: BlockHistory
     _kvpp_layer_of: dict[str, int]  # transformer layer of each target component
-    _kvpp_pending: tuple[int, ...] | None = None  # active blocks of a step whose forward is to come
+    _kvpp_pending: _Pending | None = None  # a step whose forward is to come
+    _kvpp_decode: OwnerDecode | None = None
 
     def init_device(self) -> None:
         """Check launch and seams and make the group before anything costly is done."""
@@ -74,6 +87,7 @@ class KvppWorkerMixin:
             self.device,
             # A receiver waits for the owner's load and for the bytes.
             options.transfer_timeout_s + options.load_timeout_s,
+            with_exchange=options.decode is DecodePolicy.OWNER,
         )
         self._kvpp_serve_metrics()
         # Taken now, so that vLLM's memory measurement sees it.
@@ -124,7 +138,12 @@ class KvppWorkerMixin:
         """Run a step; the pipeline begins in the forward's pre-hook and ends here."""
         pipeline = self._kvpp_pipeline
         assert pipeline is not None
-        self._kvpp_pending = self._kvpp_history.observe(read_step(scheduler_output))
+        step = read_step(scheduler_output)
+        self._kvpp_pending = _Pending(
+            self._kvpp_history.observe(step),
+            self._kvpp_history.of_prefills(step),
+            sum(request.is_decode for request in step.requests),
+        )
         try:
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         except BaseException:
@@ -132,6 +151,8 @@ class KvppWorkerMixin:
             raise
         finally:
             self._kvpp_pending = None
+            if self._kvpp_decode is not None:
+                self._kvpp_decode.end()
         if pipeline.in_step:
             pipeline.end()
         return output
@@ -153,7 +174,8 @@ class KvppWorkerMixin:
     def kvpp_stats(self) -> dict[str, Any]:
         """Counters of this rank's pipeline, for ``collective_rpc("kvpp_stats")``."""
         assert self._kvpp_pipeline is not None
-        return self._kvpp_pipeline.stats.snapshot()
+        stats = self._kvpp_pipeline.stats.snapshot()
+        return stats | {"exchanged_bytes": self._kvpp_decode.bytes if self._kvpp_decode else 0}
 
     def kvpp_set_broadcast(self, policy: str) -> None:
         """Change the broadcast policy between steps, to measure it.
@@ -211,6 +233,20 @@ class KvppWorkerMixin:
         """Make every target layer call `_kvpp_acquire` before it touches its cache."""
         hooks.hook_layers(self._kvpp_layers(), self._kvpp_layer_of, self._kvpp_acquire)
 
+    def _kvpp_owner_decode(self, placement: Placement) -> OwnerDecode:
+        """Hook the attention of every target layer.
+
+        Raises:
+            KvppError: an attention implementation is not known to take it.
+        """
+        assert self._kvpp_group is not None
+        owners = {
+            component.name: owner
+            for bundle, owner in zip(placement.bundles, placement.owners, strict=True)
+            for component in bundle.components
+        }
+        return OwnerDecode(HeadExchange(self._kvpp_group), self._kvpp_layers(), owners)
+
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context
         return layers
@@ -250,6 +286,8 @@ class KvppWorkerMixin:
             c.name: bundle.layer for bundle in layout.placement.bundles for c in bundle.components
         }
         self._kvpp_hook()
+        if options.decode is DecodePolicy.OWNER:
+            self._kvpp_decode = self._kvpp_owner_decode(layout.placement)
         self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
         self._kvpp_pipeline = pipeline
         logger.info(
@@ -268,8 +306,13 @@ class KvppWorkerMixin:
             return
         loads = layer_loads()
         fences = loads.take_fences() if loads is not None else None
+        blocks = pending.blocks
+        # Where layers are loaded in this step, their broadcasts carry how that went.
+        if self._kvpp_decode is not None and fences is None:
+            blocks = pending.blocks_of_prefills
+            self._kvpp_decode.begin(pending.decodes)
         self._kvpp_pipeline.begin(
-            pending,
+            blocks,
             fences,
             guarded=fences is not None,
             on_load_failed=loads.failed if loads is not None else None,

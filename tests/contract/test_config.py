@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpp_connectors.config import KvppOptions, nearest, read_settings
 from kvpp_connectors.problems import Problem, Severity
 from kvpp_core.ownership import OwnershipPolicy
-from kvpp_core.policy import BroadcastPolicy
+from kvpp_core.policy import BroadcastPolicy, DecodePolicy
 
 INFINITY = float("inf")
 
@@ -22,6 +22,10 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
     "broadcast": (
         {policy.value: policy for policy in BroadcastPolicy},
         ["everything", "AUTO", "", 1, True, None, ["auto"], {"mode": "auto"}],
+    ),
+    "decode": (
+        {policy.value: policy for policy in DecodePolicy},
+        ["auto", "OWNER", "", 1, True, None, ["owner"]],
     ),
     "ownership": (
         {policy.value: policy for policy in OwnershipPolicy},
@@ -67,6 +71,7 @@ def test_nothing_said_is_kvpp_off_with_defaults() -> None:
 def test_the_defaults_are_the_documented_ones() -> None:
     assert KvppOptions().model_dump(mode="json") == {
         "broadcast": "auto",
+        "decode": "broadcast",
         "ownership": "count",
         "staging_bytes": 33_554_432,
         "reserve_bytes": 0,

@@ -99,6 +99,11 @@ LAUNCH_CASES = {
     "no-sparse-attention-on-cuda-yet": Case(
         Launch(model="glm-5.2", is_sparse=True, device_type="cuda"), "--model", "glm-5.2"
     ),
+    "owner-decode-where-proven": Case(
+        Launch(device_type="cuda", owner_decode=True),
+        "--additional-config.kvpp.decode",
+        "owner (on cuda, PCP 1, MLA)",
+    ),
     "no-full-graphs": Case(
         Launch(enforce_eager=False, cudagraph_mode="FULL_DECODE_ONLY"),
         "--compilation-config.cudagraph_mode",

@@ -16,12 +16,12 @@ BLOCK = 4  # tokens
 
 def new(name: str, blocks: list[int], computed: int = 0) -> ScheduledRequest:
     """A request that is new or resumed."""
-    return ScheduledRequest(name, blocks, computed, replaces=True)
+    return ScheduledRequest(name, blocks, computed, 1, replaces=True)
 
 
 def more(name: str, computed: int, *blocks: int) -> ScheduledRequest:
     """A running request that gets ``blocks`` in addition."""
-    return ScheduledRequest(name, blocks, computed, replaces=False)
+    return ScheduledRequest(name, blocks, computed, 1, replaces=False)
 
 
 def step(*requests: ScheduledRequest, finished: tuple[str, ...] = ()) -> ScheduledStep:
@@ -150,6 +150,18 @@ def test_the_mirror_equals_a_model_that_looks_at_every_token(data: st.DataObject
             naive[name] = request
             computed = data.draw(st.integers(0, len(request.block_of_token)))
             active |= {request.block_of_token[token] for token in range(computed)}
-            requests.append(ScheduledRequest(name, blocks, computed, replaces))
+            requests.append(ScheduledRequest(name, blocks, computed, 1, replaces))
         assert history.observe(ScheduledStep(requests, finished)) == tuple(sorted(active))
         assert dict(history.blocks) == {name: request.blocks for name, request in naive.items()}
+
+
+def test_the_blocks_of_prefills_leave_out_what_only_decodes_read() -> None:
+    """A request that adds one token to its history is a decode; a first token is none."""
+    history = BlockHistory(BLOCK)
+    history.observe(step(new("decode", [1, 2]), new("chunk", [2, 3, 4]), new("first", [5])))
+    mixed = step(
+        more("decode", 8), ScheduledRequest("chunk", (), 8, 4, replaces=False), new("first", [6])
+    )
+    assert history.observe(mixed) == (1, 2, 3)
+    assert history.of_prefills(mixed) == (2, 3)
+    assert history.of_prefills(step(more("decode", 8))) == ()

@@ -15,6 +15,10 @@ class WorkerFaults:
         pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
         pipeline._transfer.start = lambda *args: None
 
+    def fault_decode_here(self) -> None:
+        """Let decode tokens attend to this rank's memory, as if their history had been sent."""
+        self._kvpp_decode.begin = lambda tokens: None  # type: ignore[attr-defined]
+
     def fault_stop_component(self, suffix: str) -> None:
         """Leave components whose name ends so out of every transfer in parts from now on."""
         transfer = self._kvpp_pipeline._transfer  # type: ignore[attr-defined]

@@ -1,0 +1,83 @@
+"""Decode tokens attend at the owner of each layer, so that no history moves for them.
+
+The seam is ``forward_mqa`` of a layer's attention implementation, which vLLM calls with the query
+heads of all decode tokens of a step. It takes them in latent space, so that the owner needs no
+weights of another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvpp_core.errors import KvppError
+from kvpp_core.exchange import HeadExchange
+
+__all__ = ["OwnerDecode"]
+
+# Those whose forward_mqa takes any number of heads and prepares nothing for one.
+_IMPLEMENTATIONS = ("CPUMLAImpl",)
+
+
+class OwnerDecode:
+    """The layers' hooks, and whether this step uses them."""
+
+    def __init__(
+        self, exchange: HeadExchange, layers: Mapping[str, Any], owners: Mapping[str, int]
+    ) -> None:
+        """Hook the layers. ``owners``: group rank of each target layer, by the layer's name.
+
+        Raises:
+            KvppError: a layer's attention implementation is not one of those known to take it.
+        """
+        self._exchange = exchange
+        self._tokens: int | None = None
+        for name, owner in owners.items():
+            implementation = layers[name].impl
+            kind = type(implementation).__name__
+            if kind not in _IMPLEMENTATIONS:
+                raise KvppError(
+                    f"kvpp.decode: {name} attends by {kind}; owner decode is made for "
+                    f"{', '.join(_IMPLEMENTATIONS)}. Use decode = broadcast."
+                )
+            implementation.forward_mqa = self._at_owner(implementation, owner, name)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of queries and results since start, over the group."""
+        return self._exchange.bytes
+
+    def begin(self, tokens: int) -> None:
+        """From now on attend at the owners; ``tokens`` of this step rely on it."""
+        self._tokens = tokens
+
+    def end(self) -> None:
+        """Attend here again: broadcast steps, dummy and profiling runs."""
+        self._tokens = None
+
+    def _at_owner(self, implementation: Any, owner: int, name: str) -> Callable[..., Any]:
+        original, width = implementation.forward_mqa, implementation.kv_lora_rank
+
+        def forward_mqa(
+            q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+        ) -> tuple[torch.Tensor, None]:
+            if self._tokens is None:
+                return original(q, kv_c_and_k_pe_cache, attn_metadata, layer)  # type: ignore[no-any-return]
+            if attn_metadata.num_decode_tokens < self._tokens:
+                raise KvppError(
+                    f"{name}: vLLM counts {attn_metadata.num_decode_tokens} decode tokens, KVPP "
+                    f"{self._tokens}: the history of some was not broadcast. Use decode = "
+                    "broadcast."
+                )
+            query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+            result = self._exchange.attend(
+                owner,
+                query,
+                width,
+                lambda whole: original(whole, kv_c_and_k_pe_cache, attn_metadata, layer)[0],
+            )
+            return result, None
+
+        return forward_mqa
