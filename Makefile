@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-contract test-matrix soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-contract test-vllm023 test-matrix soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,13 @@ test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes 
 test-contract: $(VENV)/.ready ## check the hooks in released wheels of vLLM and vllm-ascend
 	@$(BIN)/python -m pytest tests/contract/test_hooks.py tests/contract/test_vllm_wheels.py \
 		tests/contract/test_ascend_wheels.py $(ARGS)
+
+test-vllm023: $(VENV)-vllm023/.ready ## KVPP, P/D and a pool on vLLM 0.23 as vllm-ascend runs it (no NPU)
+	@$(VENV)-vllm023/bin/kvpp doctor
+	@$(VENV)-vllm023/bin/python -m pytest -m vllm023 tests/v023 $(ARGS)
+
+$(VENV)-vllm023/.ready: $(VENV)/.ready .ci/setup-vllm023 .ci/overrides-vllm023.txt
+	@bash .ci/setup-vllm023
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)
@@ -54,4 +61,4 @@ $(VENV)-docs/.ready: .ci/docs.txt
 	@bash .ci/setup docs
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs $(VENV)-vllm023 dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,12 +6,15 @@ import ctypes.util
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
 
@@ -126,10 +129,11 @@ def _vllm() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("vLLM", str(error), False, "pip install 'kvpp-connectors[cpu]' or [cuda]")
         return
-    from kvpp_connectors.engine.hooks import HOOKS, installed_vllm, missing_hooks, vllm_version
-    from kvpp_connectors.engine.setup import KVPP_WORKERS
+    from kvpp_connectors.engine.hooks import vllm_version
 
     yield Finding("vLLM", vllm_version(), True)
+    if (ascend := _version("vllm-ascend")) is not None:
+        yield Finding("vllm-ascend", ascend, True)
     if _version("vllm") is None:
         yield Finding(
             "vllm command",
@@ -138,21 +142,77 @@ def _vllm() -> Iterator[Finding]:
             "python -m vllm.entrypoints.openai.api_server --model MODEL takes the same options",
         )
     kind = current_platform.device_type
-    worker = KVPP_WORKERS.get(kind)
-    yield Finding(
-        "platform", kind, worker is not None, "" if worker else "KVPP has no worker for it"
-    )
-    if worker is not None:
-        yield Finding("worker class with KVPP on", worker)
-    missing = missing_hooks(HOOKS, installed_vllm())
-    yield Finding(
-        f"hooks ({len(HOOKS)})",
-        "; ".join(missing) or "all found",
-        not missing,
-        "this release is made for vLLM 0.32" if missing else "",
-    )
+    if kind == "npu" and has_native_kvpp():
+        yield Finding(
+            "KVPP",
+            "vllm-ascend's own; this package leaves the engine alone",
+            True,
+            "our connectors serve engines without KVPP, by kv_connector_module_path",
+        )
+    else:
+        yield from _adapter(kind)
+    yield from _connectors()
     if kind == "cpu":
         yield from _cpu()
+
+
+def _adapter(kind: str) -> Iterator[Finding]:
+    """KVPP's adapter to the installed vLLM, and what it hooks there."""
+    from kvpp_connectors.engine.hooks import (
+        MADE_FOR,
+        Part,
+        installed_hooks,
+        installed_vllm,
+        is_v023,
+        missing_hooks,
+    )
+    from kvpp_connectors.engine.setup import installed_workers
+
+    yield Finding("adapter", "vllm-ascend 0.23, on vLLM 0.23" if is_v023() else "vLLM 0.32")
+    workers = installed_workers()
+    served = kind in workers
+    yield Finding(
+        "platform",
+        kind,
+        True if served else None if is_v023() else False,
+        ""
+        if served
+        else f"no KVPP here: its workers for this vLLM are for {' and '.join(workers)}",
+    )
+    for device, worker in workers.items():
+        if not served or device == kind:
+            yield Finding(f"worker class with KVPP on, {device}", worker)
+    sources = installed_vllm()
+    hooks = installed_hooks()
+    if is_v023() and sources.text("vllm_ascend") is None:
+        checked = tuple(hook for hook in hooks if Part.NPU not in hook.needed_by)
+        words = f"{len(hooks) - len(checked)} more, of vllm-ascend, which is not installed"
+        yield Finding("hooks not checked", words)
+        hooks = checked
+    missing = missing_hooks(hooks, sources)
+    yield Finding(
+        f"hooks ({len(hooks)})",
+        "; ".join(missing) or "all found",
+        not missing,
+        f"this release is made for {MADE_FOR}" if missing else "",
+    )
+
+
+def _connectors() -> Iterator[Finding]:
+    """Each connector's class, as this vLLM loads it; other plug-ins may have taken its name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    for name, module in {**CONNECTORS, "MultiConnector": MULTI}.items():
+        try:
+            found = getattr(import_module(module), name)
+        except ImportError as error:
+            yield Finding(name, str(error), False, f"this vLLM lacks what {module} needs")
+            continue
+        also = name in KVConnectorFactory._registry
+        words = "named by kv_connector_module_path; another of this name is registered"
+        yield Finding(name, f"{found.__module__}.{found.__name__}", True, words if also else "")
 
 
 def _cpu() -> Iterator[Finding]:
