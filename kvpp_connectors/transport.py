@@ -30,6 +30,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
+_ALIGNMENTS = {"ascend": 2 << 20}  # bytes, of what is registered
 SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -96,11 +97,16 @@ class TransferEngine:
     def register(self, storage: torch.UntypedStorage) -> None:
         """Let peers read a whole storage. Once per storage; again is legal.
 
+        Caches on NPUs start at multiples of 2 MiB in storages that have that much more: what lies
+        before the first multiple is left out.
+
         Raises:
             KvppError: the engine refused it.
         """
         start, size = storage.data_ptr(), storage.nbytes()
-        if start in self._registered or not size:
+        skipped = -start % _ALIGNMENTS.get(self.protocol, 1)
+        start, size = start + skipped, size - skipped
+        if start in self._registered or size <= 0:
             return
         code = self._engine.register_memory(start, size)
         if code != 0:

@@ -22,6 +22,7 @@ from kvpp_connectors.engine.ascend_caches import (
 from kvpp_connectors.engine.ascend_hooks import FIRST_TOUCH, ONLY_DECODE
 from kvpp_connectors.engine.ascend_touch import hook_fused_decode, hook_implementation
 from kvpp_connectors.tensors import single_tensors
+from kvpp_connectors.transport import TransferEngine
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError, PlanError
 from kvpp_core.layout import Placement, build_layout
@@ -132,6 +133,33 @@ def test_connectors_give_every_tensor_of_a_tuple_the_name_of_its_component() -> 
         "b[0]": 2,
         "b[1]": 3,
     }
+
+
+class Registering:
+    """As much of Mooncake's engine as registers memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+
+    def register_memory(self, start: int, size: int) -> int:
+        """Note the call."""
+        self.calls.append((start, size))
+        return 0
+
+
+@pytest.mark.parametrize("protocol", ["ascend", "tcp"])
+def test_what_npus_register_starts_at_2_mib(protocol: str) -> None:
+    """The whole buffer is in it, once; other transports take the storage as it is."""
+    engine = TransferEngine.__new__(TransferEngine)
+    raw = Registering()
+    engine._engine, engine.protocol, engine._registered = raw, protocol, set()
+    buffer = aligned_buffer(3 * ALIGNMENT, torch.device("cpu"))
+    storage = buffer.untyped_storage()
+    for _ in range(2):
+        engine.register(storage)
+    ((start, size),) = raw.calls
+    assert start + size == storage.data_ptr() + storage.nbytes()
+    assert start == (buffer.data_ptr() if protocol == "ascend" else storage.data_ptr())
 
 
 class AscendMLAImpl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -14,11 +15,13 @@ __all__ = ["Engine"]
 _SPAWN = multiprocessing.get_context("spawn")
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps when it is asked
+    "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",  # some of vLLM's functions would be compiled even in eager mode
     "PYTHONHASHSEED": "0",
+    "PYTHONFAULTHANDLER": "1",
     "MC_TCP_STATUS_TIMEOUT_SEC": "60",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "60",
 }
@@ -96,6 +99,7 @@ def _serve(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
+    faulthandler.enable()
     from vllm import LLM
 
     from tests.v023.reference import install

@@ -29,9 +29,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from kvpp_connectors.engine.ascend_touch import hook_fused_decode
 from kvpp_connectors.engine.v023 import KvppWorkerMixin023
 
-__all__ = ["DEAF", "KvppReferenceWorker", "ReferenceWorker", "install"]
+__all__ = ["LATE", "KvppReferenceWorker", "ReferenceWorker", "install"]
 
-DEAF = "REFERENCE_IS_DEAF"  # a fault, in the environment: no layer waits for its broadcast
+LATE = "REFERENCE_IS_LATE"  # in the environment, a fault: a layer waits after its attention
 
 
 def install() -> None:
@@ -272,7 +272,23 @@ class KvppReferenceWorker(KvppWorkerMixin023, ReferenceWorker):
     """KVPP over it, by the adapter of vllm-ascend."""
 
     def _kvpp_hook(self) -> None:
-        if DEAF in os.environ:
+        if LATE in os.environ:
+            self._wait_late()
             return
         super()._kvpp_hook()
         hook_fused_decode(DeviceOperator)
+
+    def _wait_late(self) -> None:
+        for component in self._kvpp_layer_of:
+            layer, _, index = component.rpartition("[")
+            impl = self._kvpp_layers()[layer].impl
+            if index == "0]":
+                impl.forward = self._late(impl.forward, component)
+
+    def _late(self, forward: Any, component: str) -> Any:
+        def attend_first(*arguments: Any) -> torch.Tensor:
+            output: torch.Tensor = forward(*arguments)
+            self._kvpp_acquire(component)
+            return output
+
+        return attend_first

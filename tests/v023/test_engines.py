@@ -6,7 +6,6 @@ Of the hardware there is a stand-in (reference.py). Two ranks, gloo, Mooncake ov
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from tests.v023.engine import Engine
 pytestmark = pytest.mark.vllm023
 
 LAYERS, RANKS, BLOCK = 6, 2, 128
+BYTES_PER_TOKEN = (512 + 64) * 4  # of one layer
 ON: dict[str, Any] = {"enable_kvpp": True, "kvpp": {"poison_scratch": True}}
 OFF: dict[str, Any] = {"kvpp": {"cpu_profile": True}}
 REFERENCE = "tests.v023.reference.ReferenceWorker"
-DEAF = {"REFERENCE_IS_DEAF": "1"}
+LATE = {"REFERENCE_IS_LATE": "1"}
 MEMORY = 64 << 20  # bytes per rank
 EXTRA = "kv_connector_extra_config"
 
@@ -62,10 +62,10 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
 @pytest.fixture(scope="module")
 def expected(
     model: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[list[dict[str, Any]], int]]:
+) -> tuple[list[dict[str, Any]], int]:
     """The answers without KVPP, and the blocks that fit."""
     with start(model, tmp_path_factory.mktemp("off") / "log", OFF) as engine:
-        yield engine.generate(prompts, 8), engine.facts()["blocks"]
+        return engine.generate(prompts, 8), engine.facts()["blocks"]
 
 
 def test_kvpp_answers_as_without_it_in_more_blocks(
@@ -92,14 +92,14 @@ def test_kvpp_answers_as_without_it_in_more_blocks(
     assert stats["bytes_total"] > 0 and stats["aborted_steps"] == 0
 
 
-def test_layers_that_do_not_wait_answer_wrongly(
+def test_layers_that_wait_too_late_answer_wrongly(
     model: Path,
     prompts: list[list[int]],
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
 ) -> None:
-    """Without the hooks no broadcast reaches a layer: the test above can fail."""
-    with start(model, tmp_path / "log", ON, environment=DEAF) as engine:
+    """After their attention, not before the first touch: the test above can fail."""
+    with start(model, tmp_path / "log", ON, environment=LATE) as engine:
         found = engine.generate(prompts, 8)
     assert [answer["tokens"] for answer in found] != [answer["tokens"] for answer in expected[0]]
 
@@ -110,7 +110,7 @@ def test_decode_pulls_from_a_kvpp_prefill(
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
 ) -> None:
-    """Each tensor of each layer from its owner; decode computes the last token alone."""
+    """Every rank of decode pulls every tensor of each layer from its owner."""
     prefill: dict[str, Any] = {
         "kv_connector": "MooncakeConnectorV2",
         "kv_role": "kv_producer",
@@ -131,7 +131,11 @@ def test_decode_pulls_from_a_kvpp_prefill(
             assert first["params"]["do_remote_prefill"] is True
             (found,) = consumer.generate([prompt], 8, first["params"])
             same([found], [answer])
-            assert found["cached"] == len(prompt) - 1
+        pulls = [line for line in consumer.log().splitlines() if "pulled" in line]
+    assert len(pulls) == RANKS * len(prompts)
+    for prompt in prompts:
+        size = -(-len(prompt) // BLOCK) * BLOCK * LAYERS * BYTES_PER_TOKEN
+        assert sum(f"pulled {size:,} bytes" in line for line in pulls) == RANKS
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
