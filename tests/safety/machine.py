@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.safety.site import OUTPUT, Kind, Site
+from tests.safety.site import OUTPUT, Launch, Site
 from tests.safety.workers import BLOCK, Ending
 
 __all__ = ["Requests"]
@@ -24,13 +23,13 @@ class Requests(RuleBasedStateMachine):
     right, no block held, nothing remembered.
     """
 
-    kind: ClassVar[Kind]
-    model: ClassVar[Path]
+    launch: ClassVar[Launch]
+    steps_done: ClassVar[int] = 0  # of all examples
 
     @initialize(blocks=st.integers(10, 20))
     def start(self, blocks: int) -> None:
         """An engine with few blocks; one of them is vLLM's own."""
-        self.site = Site(self.model, self.kind, blocks)
+        self.site = Site(self.launch, blocks)
         self.longest = (blocks - 2) * BLOCK - OUTPUT
         self.count = 0
 
@@ -84,8 +83,15 @@ class Requests(RuleBasedStateMachine):
         offers = list(self.site.offers)
         self.site.lease(offers[chosen % len(offers)], how)
 
+    @precondition(lambda self: self.site.granted)
+    @rule(chosen=st.integers(0, 7), what=st.sampled_from(["open", "confirm", "renew", "release"]))
+    def stray(self, chosen: int, what: str) -> None:
+        """A message about a lease that is over or never was changes nothing."""
+        self.site.stray(chosen, what)
+
     def teardown(self) -> None:
         """Whatever happened: it ends well."""
         if hasattr(self, "site"):
             self.site.drain()
+            type(self).steps_done += self.site.steps
             self.site.close()

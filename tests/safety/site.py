@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from unittest import mock
 
 from kvpp_connectors.p2p.courier import Courier
 from kvpp_connectors.p2p.offer import OFFER_VERSION, Offer, OfferDetails, make_params, read_offer
-from kvpp_connectors.p2p.wire import Confirm, Open, Release, WorkerAddress
+from kvpp_connectors.p2p.wire import Confirm, Granted, Open, Release, Renew, WorkerAddress
 from kvpp_connectors.pool.lookup import Hit, Lookup
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from tests.contract.launches import engine_config
@@ -26,7 +26,7 @@ from tests.safety.workers import (
     next_token,
 )
 
-__all__ = ["Kind", "Site"]
+__all__ = ["Kind", "Launch", "Site"]
 
 PARTY = "decode/request"
 OUTPUT = 48  # tokens of an answer, at most
@@ -60,6 +60,35 @@ class Kind:
             "kv_connector_extra_config": {"connectors": children},
         }  # fmt: skip
         return KVTransferConfig(**top, kv_load_failure_policy=self.policy)
+
+
+class Launch:
+    """What all engines of a kind have in common: it takes long to make."""
+
+    def __init__(self, model: Path, kind: Kind) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        self.kind = kind
+        self.config = engine_config(
+            model, {}, tensor_parallel_size=1, max_num_seqs=8, async_scheduling=False,
+            kv_transfer_config=kind.transfer_config(),
+        )  # fmt: skip
+        self.structured_outputs = StructuredOutputManager(self.config)
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+class StandInServer:
+    """A lease endpoint that nobody reaches: the test hands its messages over."""
+
+    def __init__(self, host: str, *_: object, **__: object) -> None:
+        self.host, self.port = host, 1
+        self.refused: Counter[str] = Counter()
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class StandInLookup(Lookup):
@@ -114,25 +143,19 @@ class StandInCourier(Courier):
 class Site:
     """One engine without a model. Methods are for one thread."""
 
-    def __init__(self, model: Path, kind: Kind, blocks: int) -> None:
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    def __init__(self, launch: Launch, blocks: int) -> None:
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.structured_output import StructuredOutputManager
 
-        self.kind = kind
-        self._stack = ExitStack()
+        self.kind = kind = launch.kind
+        self._hasher = launch.hasher
         self.store: StandInStore = {}
-        config = engine_config(
-            model, {}, tensor_parallel_size=1, max_num_seqs=8, async_scheduling=False,
-            kv_transfer_config=kind.transfer_config(),
-        )  # fmt: skip
-        config.cache_config.num_gpu_blocks = blocks
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        with mock.patch("kvpp_connectors.pool.connector.GuardedBackend"):
+        launch.config.cache_config.num_gpu_blocks = blocks
+        with (
+            mock.patch("kvpp_connectors.pool.connector.GuardedBackend"),
+            mock.patch("kvpp_connectors.p2p.scheduler.ControlServer", StandInServer),
+        ):
             self._scheduler: Any = Scheduler(
-                config, _kv_cache_config(blocks), StructuredOutputManager(config), BLOCK,
+                launch.config, _kv_cache_config(blocks), launch.structured_outputs, BLOCK,
                 hash_block_size=BLOCK, log_stats=True,
             )  # fmt: skip
         self.workers = StandInWorkers(self.store, kind.load_async)
@@ -144,7 +167,12 @@ class Site:
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}  # why requests ended
         self.offers: dict[str, tuple[dict[str, Any], list[list[int]]]] = {}  # live leases
-        self._free = self.free_blocks
+        self.granted: list[tuple[str, int]] = []  # leases, over or not: transfer id, generation
+        self.steps = 0
+        self.all_blocks = self.free_blocks
+        self.freed: Counter[str] = Counter()  # how often, by request id
+        free = self._scheduler._free_blocks
+        self._scheduler._free_blocks = lambda request: self._count_free(free, request)
 
     @property
     def free_blocks(self) -> int:
@@ -180,6 +208,7 @@ class Site:
 
     def step(self, ending: Ending) -> None:
         """Schedule, compute, and end transfers as told; checks what every request reads."""
+        self.steps += 1
         output = self._scheduler.schedule()
         self.workers.learn(self._scheduler.requests.values())
         told = self.workers.step(output.kv_connector_metadata, ending)
@@ -201,6 +230,13 @@ class Site:
         self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         self.finished[name] = "abort"
 
+    def save(self, prompt: Sequence[int], blocks: int) -> None:
+        """Have the first blocks of a prompt in the pool, and nothing in a cache."""
+        if blocks:
+            self.arrive("saved", prompt[: blocks * BLOCK], 1, False)
+            self.drain()
+        assert self._scheduler.reset_prefix_cache()
+
     def lease(self, name: str, how: str) -> None:
         """An offer is read, released, or expires."""
         params, _ = self.offers.pop(name)
@@ -214,6 +250,16 @@ class Site:
             self._pd._book.expire(time.monotonic() + 1e9)
             self.offers.clear()
 
+    def stray(self, chosen: int, what: str) -> None:
+        """A message that comes again or too late, or names a lease that never was."""
+        transfer, generation = self.granted[chosen % len(self.granted)]
+        if transfer in self.offers:
+            generation += 1
+        key = transfer, generation, PARTY
+        messages = {"open": Open(*key, 1), "confirm": Confirm(*key, 0), "renew": Renew(*key),
+                    "release": Release(*key, "test")}  # fmt: skip
+        assert not isinstance(self._pd._judge(messages[what]), Granted)
+
     def drain(self) -> None:
         """Everything ends well; nothing may be left."""
         self.lookup.later = 0
@@ -224,8 +270,9 @@ class Site:
                 break
             self.step(Ending(good=frozenset(range(64))))
         assert not self._scheduler.requests, f"still held: {list(self._scheduler.requests)}"
-        assert self.free_blocks == self._free
+        assert self.free_blocks == self.all_blocks
         assert not self.live
+        assert self.freed == Counter(self._expected.keys())
         if self._pool is not None:
             pool = self._pool
             assert not (pool._tracked or pool._requests or pool._found or pool._tried)
@@ -255,6 +302,10 @@ class Site:
                 else:
                     child._prefill._workers = [WorkerAddress("127.0.0.1", 1, "epoch")]
 
+    def _count_free(self, free: Callable[[Any], None], request: Any) -> None:
+        self.freed[request.request_id] += 1
+        free(request)
+
     def _prefilled(self, name: str, prompt: Sequence[int]) -> dict[str, Any]:
         self.workers.offers[name] = contents(prompt)
         details = OfferDetails(OFFER_VERSION, name, 1, [WorkerAddress("127.0.0.1", 1, "epoch")])
@@ -280,6 +331,7 @@ class Site:
     def _offered(self, name: str, params: dict[str, Any]) -> None:
         held = [list(self.workers.slots(block)) for block in params["remote_block_ids"][0]]
         self.offers[name] = params, held
+        self.granted.append(read_offer(params).lease(PARTY)[:2])
 
     def _check_offers(self) -> None:
         """A block on offer is nobody else's."""

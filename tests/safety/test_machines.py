@@ -1,23 +1,34 @@
 """The scheduler halves of p2p, pool and multi under random interleavings, on vLLM's own scheduler.
 
 Properties S1, S2, S3, S6 and S9; field reports 2.4, 2.5, 2.6, 2.8, 2.9, 4.1, 4.2, 4.6 and 6.1.
-Always the same examples; `SAFETY_EXAMPLES=N` runs N others, of up to 50 rules, for each kind.
+Always the same examples; with SAFETY_STEPS=N, of the engine and for each kind, and SAFETY_SEED=N
+there are more and others.
 """
 
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.contract.launches import write_mla
 from tests.safety.machine import Requests
-from tests.safety.site import Kind
+from tests.safety.site import Kind, Launch
 
-EXAMPLES = int(os.environ.get("SAFETY_EXAMPLES", "60"))
+STEPS = int(os.environ.get("SAFETY_STEPS", "10000"))
+SEED = int(os.environ.get("SAFETY_SEED", "0"))
+BATCH = settings(
+    max_examples=50,
+    stateful_step_count=100,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 PRODUCER, CONSUMER = "kv_producer", "kv_consumer"
 
 KINDS = {
@@ -41,18 +52,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_mla(tmp_path_factory.mktemp("safety") / "model")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900 + STEPS / 50)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_interleaving_ends_well(name: str, model: Path) -> None:
     """Blocks, bytes, answers and accounts, after every step and in the end."""
-    machine = type("Machine", (Requests,), {"kind": KINDS[name], "model": model})
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=EXAMPLES,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize="SAFETY_EXAMPLES" not in os.environ,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    machine: Any = type("Machine", (Requests,), {"launch": Launch(model, KINDS[name])})
+    for batch in count(SEED):  # hypothesis remembers all examples of a batch
+        run_state_machine_as_test(seed(f"{name} {batch}")(machine), settings=BATCH)
+        if machine.steps_done >= STEPS:
+            break
+    print(f"{name}: {machine.steps_done:,} steps, seeds {SEED} to {batch}")

@@ -7,6 +7,7 @@ as soon as anything is read that is not what its reader takes it for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,8 @@ class StandInWorkers:
     def __init__(self, store: StandInStore, load_async: bool) -> None:
         self._store, self._load_async = store, load_async
         self.offers: dict[str, list[Content]] = {}  # what prefill holds, by transfer id
+        self.loads: list[tuple[str, str]] = []  # that were started: pull or load, request id
+        self.reports: Counter[str] = Counter()  # of ended loads, by request id
         self._memory: dict[int, list[Content]] = {}
         self._by_hash: dict[bytes, tuple[Content, ...]] = {}
         self._transfers: list[_Transfer] = []
@@ -146,6 +149,7 @@ class StandInWorkers:
                 self._end(save, True, told)
         self._transfers += [_Transfer(job.request_id, job, True) for job in step.saves]
         self._ended |= set(step.ended)
+        self.loads += [("load", job.request_id) for job in step.loads]
         for job in step.loads:
             if self._load_async:
                 self._transfers.append(_Transfer(job.request_id, job))
@@ -153,6 +157,7 @@ class StandInWorkers:
                 told.invalid |= self._load(job, not fail)
 
     def _start_pulls(self, step: StepMetadata, told: Told) -> None:
+        self.loads += [("pull", pull.request_id) for pull in step.pulls]
         self._transfers += [_Transfer(pull.request_id, pull) for pull in step.pulls]
         for pull in [t for t in self._transfers if isinstance(t.what, Pull)]:
             if pull.request_id in step.cancelled:
@@ -166,6 +171,7 @@ class StandInWorkers:
             self._save(transfer.what, well)
             return
         told.received.add(transfer.request_id)
+        self.reports[transfer.request_id] += 1
         if isinstance(transfer.what, Pull):
             bad = self._pull(transfer.what, well)
         else:
