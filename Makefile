@@ -40,10 +40,10 @@ soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARG
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 faults: $(VENV)/.ready ## kill, stop and cut off prefill and decode engines; needs an idle machine
-	@$(BIN)/python -m pytest -m faults tests/p2p $(ARGS)
+	@$(BIN)/python -m pytest -m faults tests/p2p tests/soak $(ARGS)
 
-traffic: $(VENV)/.ready ## 200 requests with aborts through pool, prefill, decode and proxy
-	@$(BIN)/python -m tests.e2e $(ARGS)
+traffic: $(VENV)/.ready ## minutes of traffic through the deployment while its engines are killed (ARGS="--minutes 10")
+	@$(BIN)/kvpp soak $(ARGS)
 
 lint: $(VENV)/.ready ## ruff and mypy
 	@$(BIN)/ruff check .

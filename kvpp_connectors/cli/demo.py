@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import sys
-import tempfile
-import time
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 if TYPE_CHECKING:
     from kvpp_connectors.demo.report import Row
@@ -37,6 +32,9 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the tiny model.")] = 12,
     tp: Annotated[int, typer.Option(min=2, help="Tensor-parallel size of KVPP engines.")] = 2,
     memory_mib: Annotated[int, typer.Option(min=8, help="KV memory per rank, in MiB.")] = 96,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="The pool saves and loads layer by layer.")
+    ] = False,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for logs and results; kept.", show_default="temp")
     ] = None,
@@ -51,33 +49,13 @@ def demo(
     which pulls the KV from the ranks that own it; prefill is restarted, and they go again.
     Exit code 1 if anything is unequal.
     """
-    from kvpp_connectors.demo.children import ChildFailed
-    from kvpp_connectors.demo.model import TinyModel, write_checkpoint
-    from kvpp_connectors.demo.settings import Settings
+    from kvpp_connectors.demo.session import run_session
 
-    # A plain SIGTERM would end this process without stopping the engines, which have sessions of
-    # their own.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    console = Console()
-    folder = Path(tempfile.mkdtemp(prefix="kvpp-demo-")) if logs is None else logs
-    folder.mkdir(parents=True, exist_ok=True)
-    console.print(f"KVPP demo: {layers} layers, TP {tp}, {memory_mib} MiB of KV memory per rank")
-    started = time.monotonic()
-    shape = TinyModel(num_hidden_layers=layers)
-    settings = Settings(folder, console, shape.vocab_size, tp, memory_mib << 20)
-    write_checkpoint(settings.model, shape)
-    try:
-        rows = _run(settings, part)
-    except ChildFailed as error:
-        console.print(f"[red]{error}[/red]", highlight=False)
-        raise typer.Exit(1) from error
-    shutil.rmtree(settings.model, ignore_errors=True)
-    console.print(f"{time.monotonic() - started:.0f} s; logs and results in {folder}")
-    wrong = [row.name for row in rows if row.ok is False]
-    if wrong:
-        console.print(f"[red]NOT EQUAL: {', '.join(wrong)}[/red]")
-        raise typer.Exit(1)
-    console.print("[green]All equal.[/green]")
+    def run(settings: Settings) -> list[Row]:
+        return _run(replace(settings, layerwise=layerwise), part)
+
+    code = run_session(run, name="demo", layers=layers, tp=tp, memory_mib=memory_mib, logs=logs)
+    raise typer.Exit(code)
 
 
 def _run(settings: Settings, part: Part) -> list[Row]:
@@ -86,7 +64,7 @@ def _run(settings: Settings, part: Part) -> list[Row]:
     from kvpp_connectors.demo.deployment import deploy
     from kvpp_connectors.demo.report import table
 
-    off = run_plain(settings)
+    off = run_plain(settings, settings.prompts())
     rows: list[Row] = []
     if part is not Part.SERVERS:
         rows += (compared := compare(settings, off).rows())

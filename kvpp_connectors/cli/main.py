@@ -13,6 +13,7 @@ from kvpp_connectors.cli.doctor import doctor
 from kvpp_connectors.cli.plan import plan
 from kvpp_connectors.cli.pool import pool
 from kvpp_connectors.cli.proxy import proxy
+from kvpp_connectors.cli.soak import soak
 
 __all__ = ["app", "main"]
 
@@ -26,6 +27,7 @@ app.command()(plan)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(check)
 app.command()(doctor)
 app.command()(demo)
+app.command()(soak)
 benches = typer.Typer(help="Measure on this machine; only ratios taken in one run are of use.")
 benches.command("broadcast")(bench_broadcast)
 benches.command("p2p")(bench_p2p)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from rich.console import Console
 
 __all__ = ["ChildFailed", "Server", "run_module"]
@@ -95,6 +96,20 @@ class Server:
     def stop(self) -> None:
         """End the server and whatever it started."""
         _stop(self._child)
+
+    def kill(self) -> None:
+        """End them at once: none of them can say goodbye."""
+        self.signal(signal.SIGKILL)
+        self._child.wait()
+
+    def signal(self, sign: signal.Signals) -> None:
+        """Send a signal to the server and whatever it started."""
+        os.killpg(self._child.pid, sign)
+
+    def processes(self) -> list[psutil.Process]:
+        """The server and whatever it started."""
+        own = psutil.Process(self._child.pid)
+        return [own, *own.children(recursive=True)]
 
     def __enter__(self) -> Self:
         return self

@@ -32,13 +32,13 @@ class Comparison:
         return [*_capacity_rows(self), *_answer_rows(self), *_traffic_rows(self)]
 
 
-def run_plain(settings: Settings) -> Result:
+def run_plain(settings: Settings, prompts: list[list[int]]) -> Result:
     """The engine without KVPP.
 
     Raises:
         ChildFailed: it ended badly.
     """
-    return _run_engine(settings, "off", _plain_job(settings))
+    return _run_engine(settings, "off", _plain_job(settings, prompts))
 
 
 def compare(settings: Settings, off: Result) -> Comparison:
@@ -47,18 +47,18 @@ def compare(settings: Settings, off: Result) -> Comparison:
     Raises:
         ChildFailed: one of them ended badly.
     """
-    job = _plain_job(settings).model_copy(
+    job = _plain_job(settings, settings.prompts()).model_copy(
         update={"additional_config": {"enable_kvpp": True}, "broadcasts": list(_BROADCASTS)}
     )
     on = _run_engine(settings, "on", job)
     return Comparison(settings.memory, off, on, _ask_oracle(settings, off.waves["first"]))
 
 
-def _plain_job(settings: Settings) -> Job:
+def _plain_job(settings: Settings, prompts: list[list[int]]) -> Job:
     return Job(
         model=str(settings.model),
         additional_config={"kvpp": {"cpu_profile": True}},
-        prompts=settings.prompts(),
+        prompts=prompts,
         tensor_parallel_size=settings.tensor_parallel_size,
         kv_cache_memory_bytes=settings.memory,
         max_num_batched_tokens=settings.max_num_batched_tokens,

@@ -20,7 +20,14 @@ from kvpp_connectors.demo.engine import Result
 from kvpp_connectors.demo.report import Row
 from kvpp_connectors.demo.servers import Fleet, fleet
 from kvpp_connectors.demo.settings import Settings
-from kvpp_connectors.demo.workload import Answer, read_counters, read_samples, send_wave, wait_idle
+from kvpp_connectors.demo.workload import (
+    Answer,
+    read_counters,
+    read_pool_bytes,
+    read_samples,
+    send_wave,
+    wait_idle,
+)
 
 __all__ = ["Deployment", "deploy"]
 
@@ -133,7 +140,7 @@ def deploy(settings: Settings, plain: Result) -> Deployment:
         first = asyncio.run(_wave(servers, settings, Counter()))
         say("first wave: done")
         before = asyncio.run(read_counters(servers.decode))
-        servers.restart_prefill()
+        asyncio.run(servers.restart("prefill"))
         say("prefill: restarted")
         second = asyncio.run(_wave(servers, settings, before))
         say("second wave: done")
@@ -147,10 +154,7 @@ async def _wave(servers: Fleet, settings: Settings, before: Counter[str]) -> Ser
     held = await wait_idle(servers.prefill), await wait_idle(servers.decode)
     decode = await read_counters(servers.decode)
     decode.subtract(before)
-    pool: Counter[str] = Counter()
-    for sample in await read_samples(servers.prefill):
-        if sample.name == "vllm:kvpp_pool_bytes_total":
-            pool[sample.labels["what"]] += int(sample.value)
+    pool = await read_pool_bytes(servers.prefill)
     return ServedWave(answers, await read_counters(servers.prefill), decode, pool, held)
 
 

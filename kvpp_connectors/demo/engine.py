@@ -71,7 +71,7 @@ def run(job: Job) -> Result:
         kv_cache_memory_bytes=job.kv_cache_memory_bytes,
         max_num_batched_tokens=job.max_num_batched_tokens,
         max_model_len=job.max_model_len,
-        max_num_seqs=len(job.prompts),
+        max_num_seqs=min(len(job.prompts), job.max_num_batched_tokens),
         dtype="float32",
         enforce_eager=True,
         skip_tokenizer_init=True,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -22,31 +21,66 @@ from kvpp_connectors.pool.mooncake_servers import (
     store_command,
 )
 
-__all__ = ["Fleet", "fleet", "wait_healthy"]
+__all__ = ["Fleet", "fleet", "is_healthy", "wait_healthy"]
 
 _HOST = "127.0.0.1"
 _START_S = 600.0  # for an engine to load on a busy machine
 _PROBE_S = 0.25
 _API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-_STORE_BYTES = 512 << 20  # memory of the pool, in a process that outlives the engines
 
 
-@dataclass(slots=True)
 class Fleet:
-    """The running servers' URLs."""
+    """The running servers and their URLs."""
 
-    prefill: str
-    decode: str
-    proxy: str
-    _restart: Callable[[], None]
+    def __init__(self, settings: Settings, stack: ExitStack) -> None:
+        rpc, http, store, prefill, decode, proxy = free_ports(6)
+        master = MasterAddress(_HOST, rpc, http)
+        self.prefill, self.decode, self.proxy = map(_url, (prefill, decode, proxy))
+        self._commands = {
+            "master": master_command(master),
+            "store": store_command(master, _HOST, store, settings.pool_mib << 20),
+            "prefill": _prefill(settings, prefill, master),
+            "decode": _decode(settings, decode),
+            "proxy": _proxy(proxy, prefill, decode),
+        }
+        self._settings, self._stack = settings, stack
+        self.servers = {name: self._start(name) for name in self._commands}
 
-    def restart_prefill(self) -> None:
-        """Stop prefill and start it again, at the same address, with nothing in its caches.
+    async def wait_healthy(self, *names: str) -> None:
+        """Wait until these servers answer: prefill, decode, proxy.
+
+        Raises:
+            ChildFailed: one ended, or did not become healthy.
+        """
+        with self._settings.console.status(f"{', '.join(names)}: starting"):
+            for name in names:
+                await wait_healthy(self.servers[name], getattr(self, name))
+
+    async def restart(self, name: str, *, kill: bool = False) -> None:
+        """Stop an engine and start it again, at the same address, with nothing in its caches.
 
         Raises:
             ChildFailed: it did not come back.
         """
-        self._restart()
+        server = self.servers[name]
+        await asyncio.to_thread(server.kill if kill else server.stop)
+        self.servers[name] = self._start(name)
+        await self.wait_healthy(name, "proxy")  # which takes it back with its next probe
+
+    def check(self) -> None:
+        """Raise `ChildFailed` if a server has ended by itself."""
+        for server in self.servers.values():
+            server.check()
+
+    def _start(self, name: str) -> Server:
+        return self._stack.enter_context(
+            Server(
+                self._commands[name],
+                title=name,
+                log=self._settings.folder / f"{name}.log",
+                environment={**self._settings.environment, **STORE_ENVIRONMENT},
+            )
+        )
 
 
 @contextmanager
@@ -56,43 +90,10 @@ def fleet(settings: Settings) -> Iterator[Fleet]:
     Raises:
         ChildFailed: a server ended or did not become healthy.
     """
-    ports = free_ports(6)
-    rpc, http, store, prefill, decode, proxy = ports
-    master = MasterAddress(_HOST, rpc, http)
     with ExitStack() as stack:
-
-        def start(name: str, command: list[str]) -> Server:
-            return stack.enter_context(
-                Server(
-                    command,
-                    title=name,
-                    log=settings.folder / f"{name}.log",
-                    environment={**settings.environment, **STORE_ENVIRONMENT},
-                )
-            )
-
-        def await_all(servers: Mapping[int, Server], what: str) -> None:
-            with settings.console.status(f"{what}: starting"):
-                for port, server in servers.items():
-                    asyncio.run(wait_healthy(server, _url(port)))
-
-        start("master", master_command(master))
-        start("store", store_command(master, _HOST, store, _STORE_BYTES))
-        engine = _prefill(settings, prefill, master)
-        running = {
-            prefill: start("prefill", engine),
-            decode: start("decode", _decode(settings, decode)),
-            proxy: start("proxy", _proxy(proxy, prefill, decode)),
-        }
-        await_all(running, "prefill, decode and proxy")
-
-        def restart() -> None:
-            running[prefill].stop()
-            running[prefill] = start("prefill", engine)
-            # The proxy takes prefill back with its next probe.
-            await_all({prefill: running[prefill], proxy: running[proxy]}, "prefill, again")
-
-        yield Fleet(_url(prefill), _url(decode), _url(proxy), restart)
+        servers = Fleet(settings, stack)
+        asyncio.run(servers.wait_healthy("prefill", "decode", "proxy"))
+        yield servers
 
 
 async def wait_healthy(server: Server, url: str) -> None:
@@ -101,19 +102,23 @@ async def wait_healthy(server: Server, url: str) -> None:
     Raises:
         ChildFailed: the server ended first, or the time is over.
     """
-    timeout = aiohttp.ClientTimeout(total=5)
     try:
-        async with asyncio.timeout(_START_S), aiohttp.ClientSession(timeout=timeout) as session:
-            while not await _is_healthy(session, url):
+        async with asyncio.timeout(_START_S):
+            while not await is_healthy(url):
                 server.check()
                 await asyncio.sleep(_PROBE_S)
     except TimeoutError as error:
         raise server.failure(f"{url}/health did not answer 200 within {_START_S:.0f} s") from error
 
 
-async def _is_healthy(session: aiohttp.ClientSession, url: str) -> bool:
+async def is_healthy(url: str) -> bool:
+    """Whether ``url``/health answers 200 within 5 s."""
+    timeout = aiohttp.ClientTimeout(total=5)
     try:
-        async with session.get(f"{url}/health") as answer:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{url}/health") as answer,
+        ):
             return answer.status == 200
     except (aiohttp.ClientError, TimeoutError):
         return False
@@ -132,6 +137,7 @@ def _prefill(settings: Settings, port: int, master: MasterAddress) -> list[str]:
             "master_server_address": str(master),
             "global_segment_size": 0,  # what a worker lent would go with it
         },
+        "use_layerwise": settings.layerwise,
         "lookup_deadline_s": 10.0,  # a small machine is busy with other things
     }
     children = [
@@ -155,7 +161,8 @@ def _prefill(settings: Settings, port: int, master: MasterAddress) -> list[str]:
         "kv_connector_extra_config": {"connectors": children},
     }
     ranks = f"--tensor-parallel-size={settings.tensor_parallel_size}"
-    return [*_engine(settings, port, {"enable_kvpp": True}, transfer), ranks]
+    memory = f"--kv-cache-memory-bytes={settings.memory}"
+    return [*_engine(settings, port, {"enable_kvpp": True}, transfer), ranks, memory]
 
 
 def _decode(settings: Settings, port: int) -> list[str]:
@@ -163,9 +170,12 @@ def _decode(settings: Settings, port: int) -> list[str]:
         "kv_connector": "MooncakeConnectorV2",
         "kv_role": "kv_consumer",
         "kv_port": 0,
-        "kv_load_failure_policy": "fail",  # nothing is computed in secret
+        "kv_load_failure_policy": settings.decode_load_failures,
     }
-    return _engine(settings, port, {}, transfer)
+    return [
+        *_engine(settings, port, {}, transfer),
+        f"--kv-cache-memory-bytes={settings.decode_memory or settings.memory}",
+    ]
 
 
 def _engine(
@@ -181,7 +191,6 @@ def _engine(
         "port": str(port),
         "dtype": "float32",
         "attention-backend": "CPU_MLA",
-        "kv-cache-memory-bytes": str(settings.memory),
         "max-num-batched-tokens": str(settings.max_num_batched_tokens),
         "max-model-len": str(settings.max_model_len),
         "additional-config": json.dumps(additional_config),

@@ -36,6 +36,10 @@ class Settings:
     max_num_batched_tokens: int = 64
     max_tokens: int = _MAX_TOKENS
     max_model_len: int = _SHARED + _OWN + _MAX_TOKENS + 1  # for `prompts` and their answers
+    layerwise: bool = False  # the pool child saves and loads layer by layer
+    pool_mib: int = 512  # of a process that outlives the engines
+    decode_memory: int | None = None  # bytes, where it is not prefill's
+    decode_load_failures: str = "fail"  # nothing is computed in secret
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
 
     @property

@@ -15,7 +15,15 @@ from prometheus_client.samples import Sample
 
 from kvpp_connectors.demo.children import ChildFailed
 
-__all__ = ["Answer", "ask", "read_counters", "read_samples", "send_wave", "wait_idle"]
+__all__ = [
+    "Answer",
+    "ask",
+    "read_counters",
+    "read_pool_bytes",
+    "read_samples",
+    "send_wave",
+    "wait_idle",
+]
 
 _ANSWER_S = 300.0  # for a whole answer on a busy machine
 _IDLE_S = 60.0  # for blocks to be given back
@@ -89,6 +97,17 @@ async def read_counters(url: str) -> Counter[str]:
     for sample in await read_samples(url):
         counters[sample.name] += sample.value  # type: ignore[assignment]
     return counters
+
+
+async def read_pool_bytes(url: str) -> Counter[str]:
+    """Bytes that the server has saved into the pool and loaded from it: put, get."""
+    return Counter(
+        {
+            sample.labels["what"]: int(sample.value)
+            for sample in await read_samples(url)
+            if sample.name == "vllm:kvpp_pool_bytes_total"
+        }
+    )
 
 
 async def wait_idle(url: str) -> float:

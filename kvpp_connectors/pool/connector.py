@@ -73,8 +73,12 @@ class AscendStoreConnector(ConnectorShell):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks for the loaded tokens are there."""
         assert self._scheduler is not None
-        block_ids = blocks.get_block_ids()[0] if num_external_tokens else []
-        self._scheduler.allocated(request, block_ids, num_external_tokens)
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Blocks whose load has failed."""
+        assert self._scheduler is not None
+        self._scheduler.failed(connector_output.invalid_block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> PoolStep:
         """What the workers are told in this step."""

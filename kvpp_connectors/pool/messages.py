@@ -51,3 +51,4 @@ class PoolStep(KVConnectorMetadata):
     saves: list[BlockJob] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)  # requests whose blocks are taken away
     ended: list[str] = field(default_factory=list)  # requests whose blocks wait for their saves
+    spoilt: list[int] = field(default_factory=list)  # blocks to report as invalid once more

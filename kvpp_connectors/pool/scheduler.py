@@ -5,7 +5,7 @@ It never waits for the store: lookups run on a thread of their own and have a de
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvpp_connectors.log import get_logger
@@ -13,6 +13,7 @@ from kvpp_connectors.pool.keys import Namespace
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import BlockJob, PoolStep
 from kvpp_connectors.pool.settings import PoolFacts
+from kvpp_connectors.pool.spoilt import SpoiltBlocks
 from kvpp_connectors.pool.tracking import Tracked
 
 __all__ = ["PoolScheduler"]
@@ -31,6 +32,8 @@ class PoolScheduler:
         self._tried: set[str] = set()  # requests with a load: one that failed would fail again
         self._requests: dict[str, Any] = {}  # vLLM's requests that have blocks and are not over
         self._tracked: dict[str, Tracked] = {}
+        self._spoilt = SpoiltBlocks(facts.block_size)
+        self._local: dict[str, int] = {}  # tokens that a waiting request has locally
         self._loads: list[BlockJob] = []
         self._saves: list[BlockJob] = []
         self._ended: list[str] = []
@@ -47,6 +50,7 @@ class PoolScheduler:
 
     def external_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond ``computed`` that the pool has; None: not known yet."""
+        self._local[request.request_id] = computed
         if request.request_id in self._tried:
             return 0
         keys = self._keys_beyond(request, computed)
@@ -66,6 +70,8 @@ class PoolScheduler:
         """Blocks are there; ``tokens`` tokens of them are to come from the pool."""
         name = request.request_id
         self._requests[name] = request
+        if (local := self._local.pop(name, None)) is not None:
+            self._spoilt.taken(block_ids[local // self._facts.block_size :])
         computed = self._found.pop(name, None)
         if computed is None or not tokens:
             return
@@ -88,6 +94,7 @@ class PoolScheduler:
                     step.preempted.append(name)
             self._follow(output)
             self._saves += self._due()
+        step.spoilt = self._spoilt.read_in(output)
         self._step += 1
         step.loads, self._loads = self._loads, []
         step.saves, self._saves = self._saves, []
@@ -98,7 +105,9 @@ class PoolScheduler:
         """A request is over; whether its blocks must stay until the workers name it."""
         name = request.request_id
         self._lookup.forget(name)
+        self._spoilt.forget(name)
         self._found.pop(name, None)
+        self._local.pop(name, None)
         self._tried.discard(name)
         self._requests.pop(name, None)
         tracked = self._tracked.pop(name, None)
@@ -110,6 +119,10 @@ class PoolScheduler:
         if tracked.holds:
             self._ended.append(name)
         return tracked.holds
+
+    def failed(self, blocks: Collection[int]) -> None:
+        """Loads of these blocks failed, ours or another child's."""
+        self._spoilt.failed(blocks)
 
     def close(self) -> None:
         """End the lookups."""

@@ -124,6 +124,7 @@ class PoolWorker:
     def start(self, step: PoolStep) -> None:
         """Start this step's saves and loads; loads that the step needs end here."""
         self._ended |= set(step.ended)
+        self._invalid_blocks |= set(step.spoilt)
         if step.namespace is None:
             return
         for job in step.saves:

@@ -100,6 +100,12 @@ MUTATIONS = [
         f"{FAILURES}test_a_failed_load_raises_on_every_rank_and_the_next_step_is_right",
     ),
     Mutation(
+        "S4", "what a failed load left in a block is taken for computed",
+        "kvpp_connectors/pool/spoilt.py",
+        "        return sorted(self._reported)\n", "        return []\n",
+        "tests/safety/test_s04_failed_loads.py",
+    ),
+    Mutation(
         "S5", "a layer is read before its broadcast has ended",
         "kvpp_core/pipeline.py",
         "        self._device.compute.wait(in_flight.done, "

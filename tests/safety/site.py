@@ -275,7 +275,9 @@ class Site:
         assert self.freed == Counter(self._expected.keys())
         if self._pool is not None:
             pool = self._pool
-            assert not (pool._tracked or pool._requests or pool._found or pool._tried)
+            assert not (
+                pool._tracked or pool._requests or pool._found or pool._tried or pool._local
+            )
         if self._pd is not None and self.kind.pd == "kv_consumer":
             assert not (self._pd._offers or self._pd._pulling or self.courier.kept)
 

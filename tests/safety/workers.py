@@ -143,6 +143,7 @@ class StandInWorkers:
 
     def _start_pool(self, step: PoolStep, told: Told, fail: bool) -> None:
         self._namespace = step.namespace or self._namespace
+        told.invalid |= set(step.spoilt)
         for name in step.preempted:  # the worker waits until nothing reads their blocks
             for save in [t for t in self._transfers if t.is_save and t.request_id == name]:
                 self._transfers.remove(save)

@@ -1,0 +1,46 @@
+"""`kvpp soak`: minutes of mixed traffic through a deployment whose engines are killed meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvpp_connectors.demo.report import Row
+    from kvpp_connectors.demo.settings import Settings
+
+__all__ = ["soak"]
+
+
+def soak(
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Of traffic, to the end of a round; three at least.")
+    ] = 10.0,
+    clients: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of what the clients ask, and when they leave.")] = 0,
+    layerwise: Annotated[
+        bool, typer.Option("--layerwise", help="The pool saves and loads layer by layer.")
+    ] = False,
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for logs and results; kept.", show_default="temp")
+    ] = None,
+) -> None:
+    """Run the demo's deployment under mixed traffic, and check answers and accounts all along.
+
+    A plain engine answers first. Then clients ask the same through the proxy, a quarter of them
+    leave early, KV memory and pool are too small, and prefill and decode are killed, stopped and
+    frozen in turn. Exit code 1: an answer is not the plain engine's; a request failed while nothing
+    was disturbed, or had no end within its bound; KV blocks are held when nothing is asked; or a
+    server's files, threads, mappings or memory grow.
+    """
+    from kvpp_connectors.demo.session import run_session
+    from kvpp_connectors.demo.soak import KV_MIB, soak
+
+    def run(settings: Settings) -> list[Row]:
+        return soak(replace(settings, layerwise=layerwise), minutes, clients, seed)
+
+    code = run_session(run, name="soak", layers=12, tp=2, memory_mib=KV_MIB, logs=logs)
+    raise typer.Exit(code)

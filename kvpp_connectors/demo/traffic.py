@@ -1,0 +1,149 @@
+"""Clients that ask a deployment the same questions over and over, and judge what it answers.
+
+Some leave before their answer is complete. What a request may come to is an `Outcome`; which of
+them are errors depends on whether a server was being disturbed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+import aiohttp
+
+from kvpp_connectors.demo.children import ChildFailed
+from kvpp_connectors.demo.workload import ask
+
+__all__ = ["Outcome", "Question", "Traffic", "make_prompts"]
+
+_GIVEN_UP = 0.25  # share of requests whose client leaves
+_PATIENCE_S = 2.0  # of those clients, at most
+_SHARED, _LONGEST, _BEGINNINGS = 64, 200, 4  # tokens, tokens, count
+
+
+class Outcome(StrEnum):
+    """What became of a request."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    GIVEN_UP = "given up by the client"
+    LOST = "lost with a server that was stopped"
+    FAILED = "failed for no reason"
+    LATE = "over its bound"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and what a plain engine goes on with."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def make_prompts(count: int, vocabulary: int) -> list[list[int]]:
+    """Random lengths; a third of them go on from one of four beginnings."""
+    numbers = random.Random(7)
+
+    def tokens(length: int) -> list[int]:
+        return [numbers.randrange(2, vocabulary) for _ in range(length)]
+
+    beginnings = [tokens(_SHARED) for _ in range(_BEGINNINGS)]
+    return [
+        [
+            *(numbers.choice(beginnings) if numbers.random() < 1 / 3 else ()),
+            *tokens(numbers.randint(8, _LONGEST)),
+        ]
+        for _ in range(count)
+    ]
+
+
+class Traffic:
+    """Clients of one URL, each of which asks one thing after the other. For one event loop."""
+
+    def __init__(self, url: str, questions: Sequence[Question], seed: int, bound_s: float) -> None:
+        self._url, self._questions, self._bound_s = url, questions, bound_s
+        self._seed, self._clients = seed, 0
+        self._disturbances = 0
+        self._calm, self._stopped = asyncio.Event(), asyncio.Event()
+        self._calm.set()
+        self._progress = asyncio.Condition()
+        self.outcomes: Counter[Outcome] = Counter()
+        self.complaints: list[str] = []  # of requests that were served badly
+        self.slowest_s = 0.0  # of complete answers
+
+    async def run(self, clients: int) -> None:
+        """Ask until `stop`, then wait for the answers that are under way."""
+        self._stopped.clear()
+        limit = aiohttp.TCPConnector(limit=2 * clients)
+        timeout = aiohttp.ClientTimeout(total=None)  # `_one` has a bound of its own
+        async with (
+            aiohttp.ClientSession(self._url, connector=limit, timeout=timeout) as session,
+            asyncio.TaskGroup() as group,
+        ):
+            for _ in range(clients):
+                self._clients += 1
+                numbers = random.Random(f"{self._seed} {self._clients}")
+                group.create_task(self._client(session, numbers))
+
+    def stop(self) -> None:
+        """Let every client finish what it asked, and leave."""
+        self._stopped.set()
+
+    @contextmanager
+    def disturbed(self) -> Iterator[None]:
+        """While a server is stopped and started: requests may be lost with it."""
+        self._disturbances += 1
+        self._calm.clear()
+        try:
+            yield
+        finally:
+            self._calm.set()
+
+    async def go_on(self, requests: int) -> None:
+        """Wait until this many more requests have ended."""
+        goal = self.outcomes.total() + requests
+        async with self._progress:
+            await self._progress.wait_for(lambda: self.outcomes.total() >= goal)
+
+    async def _client(self, session: aiohttp.ClientSession, numbers: random.Random) -> None:
+        while not self._stopped.is_set():
+            outcome = await self._one(session, numbers)
+            async with self._progress:
+                self.outcomes[outcome] += 1
+                self._progress.notify_all()
+            if outcome is Outcome.LOST:
+                await self._calm.wait()
+
+    async def _one(self, session: aiohttp.ClientSession, numbers: random.Random) -> Outcome:
+        question = numbers.choice(self._questions)
+        tokens = numbers.randint(1, len(question.answer))
+        patience = numbers.random() * _PATIENCE_S if numbers.random() < _GIVEN_UP else None
+        disturbances, calm = self._disturbances, self._calm.is_set()
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._bound_s if patience is None else patience):
+                answer = await ask(session, question.prompt, tokens)
+        except TimeoutError:
+            if patience is not None:
+                return Outcome.GIVEN_UP
+            self.complaints.append(f"a request had no end after {self._bound_s:.0f} s")
+            return Outcome.LATE
+        except (ChildFailed, aiohttp.ClientError) as error:
+            if not calm or disturbances != self._disturbances:
+                return Outcome.LOST
+            self.complaints.append(f"a request failed: {error}")
+            return Outcome.FAILED
+        self.slowest_s = max(self.slowest_s, time.monotonic() - started)
+        if answer.tokens == question.answer[:tokens]:
+            return Outcome.RIGHT
+        self.complaints.append(
+            f"prompt {question.prompt[:8]}... of {len(question.prompt)} tokens: answer "
+            f"{answer.tokens}, expected {question.answer[:tokens]}"
+        )
+        return Outcome.WRONG

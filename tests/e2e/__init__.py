@@ -1,1 +1,0 @@
-"""Whole deployments: servers, proxy and clients, as a site runs them."""
