@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-contract test-vllm023 test-matrix soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-contract test-ascend-sim test-vllm023 test-matrix soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,12 @@ test-vllm023: $(VENV)-vllm023/.ready ## KVPP, P/D and a pool on vLLM 0.23 as vll
 $(VENV)-vllm023/.ready: $(VENV)/.ready .ci/setup-vllm023 .ci/overrides-vllm023.txt
 	@bash .ci/setup-vllm023
 
+test-ascend-sim: $(VENV)-ascend-sim/.ready ## torch-npu over a simulated CANN (ARGS=mutations breaks every ordering once)
+	@$(VENV)-ascend-sim/bin/python -m tests.ascend_sim $(ARGS)
+
+$(VENV)-ascend-sim/.ready: .ci/setup .ci/ascend-sim.txt
+	@bash .ci/setup ascend-sim
+
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)
 
@@ -61,4 +67,4 @@ $(VENV)-docs/.ready: .ci/docs.txt
 	@bash .ci/setup docs
 
 clean: ## remove the virtual environment and everything built
-	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs $(VENV)-vllm023 dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-uv $(VENV)-docs $(VENV)-ascend-sim $(VENV)-vllm023 dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

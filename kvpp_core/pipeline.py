@@ -185,8 +185,10 @@ class Pipeline:
             self._device.compute.run(self._poison, "poisoning the scratch slots")
         if not history.blocks or not self._layout.placement.bundles:
             return
-        index = torch.tensor(history.blocks, dtype=torch.int64).to(
-            self._buffer.device, non_blocking=True
+        place = self._buffer.device
+        # From page-locked memory: a copy from other memory holds the host until its turn.
+        index = torch.tensor(history.blocks, pin_memory=place.type != "cpu").to(
+            place, non_blocking=True
         )
         self._step = _Step(history, index, fences or {}, on_load_failed, guarded)
         self.stats.steps_with_history += 1

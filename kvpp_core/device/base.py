@@ -3,7 +3,7 @@
 A stream executes what is submitted to it in order. An event marks a point in a stream. The
 pipeline uses two streams: ``compute``, on which the model runs, and ``transfer``, on which layers
 are broadcast. `CpuStream` and `AcceleratorStream` keep the same promises; the ordering tests run
-against a simulated device that delays both streams.
+against a simulated device that delays both streams, and on a simulated NPU.
 """
 
 from __future__ import annotations

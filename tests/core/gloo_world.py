@@ -204,6 +204,8 @@ def _start_bound(size: int) -> float:
 
 
 def _join(rank: Rank, store: Path) -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(rank.rank)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

@@ -77,16 +77,23 @@ def pattern(component: str, block: int, writer: int, generation: int, size: int)
 class RankMemory:
     """Allocation, buffer (the view that KVPP gets) and image of one rank."""
 
-    def __init__(self, placement: Placement, num_blocks: int, guard: int = UNALIGNED) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        num_blocks: int,
+        guard: int = UNALIGNED,
+        device: str = "cpu",
+    ) -> None:
         self._guard = guard
+        self._on_host = device == "cpu"
         self.placement = placement
         self.num_blocks = num_blocks
         self.layout = build_layout(placement, num_blocks)
         size = guard + self.layout.size + guard
-        self._whole = torch.full((size,), SENTINEL, dtype=torch.uint8)
+        self._image = torch.full((size,), SENTINEL, dtype=torch.uint8)
+        self._image[guard : guard + self.layout.size] = POISON
+        self._whole = self._image.to(device, copy=True)
         self.buffer = self._whole[guard : guard + self.layout.size]
-        self.buffer.fill_(POISON)
-        self._image = self._whole.clone()
 
     def rows(self, component: Component) -> torch.Tensor:
         """A component of the buffer as (blocks, bytes per block)."""
@@ -128,9 +135,9 @@ class RankMemory:
 
     def read(self, ordinal: int, blocks: Sequence[int]) -> list[torch.Tensor]:
         """A copy of ``blocks`` of a target bundle, per component, as attention would read it."""
-        index = torch.tensor(blocks)
+        index = self._sent(torch.tensor(blocks))
         bundle = self.placement.bundles[ordinal]
-        return [self.rows(component)[index] for component in bundle.components]
+        return [self.rows(component).index_select(0, index) for component in bundle.components]
 
     def wrong(
         self, ordinal: int, blocks: Sequence[int], generation: int, read: Sequence[torch.Tensor]
@@ -141,7 +148,7 @@ class RankMemory:
             f"rank {self.placement.rank}: block {block} of {component.name} is {row[:8].tolist()}, "
             f"not what rank {owner} wrote in generation {generation}"
             for component, rows in zip(bundle.components, read, strict=True)
-            for block, row in zip(blocks, rows, strict=True)
+            for block, row in zip(blocks, rows.cpu(), strict=True)
             if not torch.equal(
                 row, pattern(component.name, block, owner, generation, component.bytes_per_block)
             )
@@ -149,7 +156,8 @@ class RankMemory:
 
     def difference(self, except_slot: int | None = None) -> list[str]:
         """Where the allocation differs from the image, leaving out a slot that is being filled."""
-        different = self._whole != self._image
+        whole = self._whole.cpu()
+        different = whole != self._image
         if except_slot is not None:
             span = self.layout.slots[except_slot]
             different[self._guard + span.offset : self._guard + span.end] = False
@@ -159,8 +167,7 @@ class RankMemory:
         return [
             f"rank {self.placement.rank}: {int(different.sum())} wrong bytes; the first at "
             f"{first - self._guard} ({self._place(first - self._guard)}): "
-            f"{int(self._whole[first])}, "
-            f"expected {int(self._image[first])}"
+            f"{int(whole[first])}, expected {int(self._image[first])}"
         ]
 
     def _write(
@@ -169,7 +176,14 @@ class RankMemory:
         for component in bundle.components:
             rows, size = self.rows(component), component.bytes_per_block
             for block in blocks:
-                rows[block] = pattern(component.name, block, writer, generation, size)
+                written = pattern(component.name, block, writer, generation, size)
+                rows[block].copy_(self._sent(written))
+
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A host tensor on the device: the copy takes its turn in the current stream."""
+        if self._on_host:
+            return tensor
+        return tensor.pin_memory().to(self._whole.device, non_blocking=True)
 
     def _imagine(
         self, bundle: LayerBundle, blocks: Iterable[int], writer: int, generation: int

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,22 @@ from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, cost_model
 from tests.core.gloo_world import Rank
 from tests.core.rank_memory import UNALIGNED, Model, RankMemory, uneven_model
-from tests.core.simulated_device import SimulatedDevice
+from tests.core.simulated_device import Breaks, SimulatedDevice
+from tests.core.simulated_npu import SimulatedNpu, npu_is_there
 
 __all__ = [
     "ACTIVE",
+    "CONTROLLED",
     "DEVICES",
     "NUM_BLOCKS",
     "PATIENCE",
+    "QUEUING",
+    "ControlledKind",
     "DeviceKind",
     "RecordingGroup",
     "Rig",
     "abandon",
+    "controlled",
     "make_rig",
     "rig",
 ]
@@ -38,8 +43,12 @@ PATIENCE = 30.0  # seconds, the bound of every wait that is expected to end
 NUM_BLOCKS = 6
 ACTIVE = (0, 1, 4)  # a run of two and a single block
 
-DeviceKind = Literal["cpu", "simulated"]
-DEVICES: tuple[DeviceKind, ...] = ("cpu", "simulated")
+ControlledKind = Literal["simulated", "npu"]
+DeviceKind = Literal["cpu", "simulated", "npu"]
+CONTROLLED: tuple[ControlledKind, ...] = ("simulated", "npu") if npu_is_there() else ("simulated",)
+DEVICES: tuple[DeviceKind, ...] = ("cpu", *CONTROLLED)
+# Where the host goes on while a transfer waits for a load, so that one thread can do both.
+QUEUING: tuple[DeviceKind, ...] = ("cpu", "simulated")
 
 _ABANDONED: list[Rig] = []
 
@@ -70,6 +79,13 @@ class RecordingGroup(KvppGroup):
         return sum(not work.is_completed() for _, work in self.sent)
 
 
+class _Read(NamedTuple):
+    ordinal: int
+    generation: int
+    blocks: Sequence[int]
+    rows: list[torch.Tensor]
+
+
 class Rig:
     """A pipeline, its memory, and a checker of what layers read."""
 
@@ -86,9 +102,9 @@ class Rig:
         self.device = device
         self.settings = settings
         self.staging_bytes = int(staging_blocks * memory.placement.slot_bytes_per_block)
-        staging = torch.zeros(self.staging_bytes, dtype=torch.uint8)
+        staging = torch.zeros(self.staging_bytes, dtype=torch.uint8).to(memory.buffer.device)
         self.pipeline = Pipeline(memory.layout, memory.buffer, staging, group, device, settings)
-        self._complaints: list[str] = []
+        self._reads: list[_Read] = []
 
     @property
     def layers(self) -> int:
@@ -113,11 +129,11 @@ class Rig:
         self.settings = replace(self.settings, policy=policy)
 
     def read(self, ordinal: int, generation: int, blocks: Sequence[int] = ACTIVE) -> None:
-        """Submit a read of a layer to the compute stream, to be checked when it happens."""
+        """Submit a read of a layer to the compute stream; `complaints` checks what it has read."""
 
         def op() -> None:
             read = self.memory.read(ordinal, blocks)
-            self._complaints += self.memory.wrong(ordinal, blocks, generation, read)
+            self._reads.append(_Read(ordinal, generation, blocks, read))
 
         self.device.compute.run(op, f"reading layer {ordinal}")
 
@@ -148,12 +164,23 @@ class Rig:
     def complaints(self) -> list[str]:
         """Wait for the compute stream; what its reads found wrong so far."""
         self.device.compute.record().wait(PATIENCE)
-        found, self._complaints = self._complaints, []
-        return found
+        reads, self._reads = self._reads, []
+        return [
+            complaint
+            for ordinal, generation, blocks, read in reads
+            for complaint in self.memory.wrong(ordinal, blocks, generation, read)
+        ]
 
     def load(self, ordinal: int, generation: int, fence: Future[None]) -> None:
         """What a KV connector does: write a layer's active blocks, then complete the fence."""
-        self.memory.store(ordinal, generation, ACTIVE)
+        place = self.memory.buffer.device
+        if place.type == "cpu":
+            self.memory.store(ordinal, generation, ACTIVE)
+        else:
+            stream = torch.Stream(place)
+            with stream:
+                self.memory.store(ordinal, generation, ACTIVE)
+            stream.synchronize()
         fence.set_result(None)
 
     @contextlib.contextmanager
@@ -171,17 +198,41 @@ class Rig:
         yield
         result.result(PATIENCE)
 
+    @contextlib.contextmanager
+    def when_the_host_waits(self, load: Callable[[], None]) -> Iterator[Callable[[], None]]:
+        """Have ``load`` done once the pipeline waits for a fence; give what the body calls for it.
+
+        An accelerator's pipeline blocks the host in a fence, so another thread must do it, and the
+        body nothing. Elsewhere the body goes on, and does it itself.
+        """
+        device = self.device
+        if not isinstance(device, SimulatedNpu):
+            yield load
+            return
+
+        def wait_and_load() -> None:
+            assert device.fence_reached.wait(PATIENCE)
+            load()
+
+        with self.background(wait_and_load):
+            yield lambda: None
+
     def settle(self) -> None:
         """Let everything go as far as it can by itself. On the CPU nothing moves by itself."""
-        if isinstance(self.device, SimulatedDevice):
+        if isinstance(self.device, (SimulatedDevice, SimulatedNpu)):
             self.device.settle()
 
     def close(self) -> None:
         """Close pipeline, group and device."""
         self.pipeline.close()
         self.group.close()
-        if isinstance(self.device, SimulatedDevice):
+        if isinstance(self.device, (SimulatedDevice, SimulatedNpu)):
             self.device.close()
+
+
+def controlled(kind: ControlledKind, **breaks: Unpack[Breaks]) -> SimulatedDevice | SimulatedNpu:
+    """A device whose streams can be held, starved, and rid of single orderings."""
+    return SimulatedDevice(**breaks) if kind == "simulated" else SimulatedNpu(PATIENCE, **breaks)
 
 
 def make_rig(
@@ -204,16 +255,19 @@ def make_rig(
     is the staging memory in blocks of the largest bundle.
     """
     groups = [list(range(rank.size))] if groups is None else groups
-    group = RecordingGroup(make_group(groups, rank.rank, "gloo", PATIENCE))
+    on_npu = device == "npu" or isinstance(device, SimulatedNpu)
+    backend = "hccl" if on_npu else "gloo"
+    group = RecordingGroup(make_group(groups, rank.rank, backend, PATIENCE))
     placement = (model or uneven_model(8)).placement(group.size, group.rank)
     if device == "cpu":
         device = CpuDevice(timeout)
-    elif device == "simulated":
-        device = SimulatedDevice()
+    elif device == "simulated" or device == "npu":
+        device = controlled(device)
     settings = PipelineSettings(
         policy, cost_model("gloo", group.size), timeout, load_timeout, poison_scratch
     )
-    built = Rig(RankMemory(placement, num_blocks, guard), group, device, settings, staging_blocks)
+    memory = RankMemory(placement, num_blocks, guard, "npu" if on_npu else "cpu")
+    built = Rig(memory, group, device, settings, staging_blocks)
     built.memory.store_owned(1)
     built.memory.store_drafts(1)
     return built

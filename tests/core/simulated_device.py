@@ -13,18 +13,33 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 import torch
 
 from kvpp_core.device.base import Event, Fence, Work
 from kvpp_core.errors import TransferTimeout
 
-__all__ = ["Gate", "SimulatedDevice", "SimulatedStream", "StreamName"]
+__all__ = ["Breaks", "Gate", "SimulatedDevice", "SimulatedStream", "StreamName"]
 
 SETTLE_BOUND = 30.0  # seconds
 
 StreamName = Literal["compute", "transfer"]
+
+
+class Breaks(TypedDict, total=False):
+    """What a device does wrong, or as late as it can.
+
+    ``break_wait_compute``: the transfer stream does not wait for events of the compute stream.
+    ``break_wait_transfer``: the compute stream does not wait for events of the transfer stream.
+    ``break_fence``: the transfer stream does not wait for load fences.
+    ``starved``: that stream starts an operation only when the other one can go no further.
+    """
+
+    break_wait_compute: bool
+    break_wait_transfer: bool
+    break_fence: bool
+    starved: StreamName | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,28 +51,21 @@ class _Operation:
 
 
 class SimulatedDevice:
-    """Two streams under one lock.
+    """Two streams under one lock."""
 
-    ``break_wait_compute``: the transfer stream does not wait for events of the compute stream.
-    ``break_wait_transfer``: the compute stream does not wait for events of the transfer stream.
-    ``break_fence``: the transfer stream does not wait for load fences.
-    ``starved``: that stream starts an operation only when the other one can go no further.
-    """
-
-    def __init__(
-        self,
-        *,
-        break_wait_compute: bool = False,
-        break_wait_transfer: bool = False,
-        break_fence: bool = False,
-        starved: StreamName | None = None,
-    ) -> None:
+    def __init__(self, **breaks: Unpack[Breaks]) -> None:
         self.state = threading.Condition()
         self.gates: list[Gate] = []
-        self.compute = SimulatedStream(self, "compute", ignore_events=break_wait_transfer)
-        self.transfer = SimulatedStream(
-            self, "transfer", ignore_events=break_wait_compute, ignore_fences=break_fence
+        self.compute = SimulatedStream(
+            self, "compute", ignore_events=breaks.get("break_wait_transfer", False)
         )
+        self.transfer = SimulatedStream(
+            self,
+            "transfer",
+            ignore_events=breaks.get("break_wait_compute", False),
+            ignore_fences=breaks.get("break_fence", False),
+        )
+        starved = breaks.get("starved")
         if starved is not None:
             other = self.transfer if starved == "compute" else self.compute
             getattr(self, starved).only_when_quiet(other)

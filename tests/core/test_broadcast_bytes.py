@@ -17,7 +17,7 @@ from kvpp_core.transfer import BundleTransfer
 from tests.core.byte_check import Seen, check_step, check_step_without_history
 from tests.core.gloo_world import GlooWorld, Rank
 from tests.core.rank_memory import ALIGNED, UNALIGNED, Model, uneven_model
-from tests.core.rig import make_rig
+from tests.core.rig import DeviceKind, make_rig
 
 NUM_BLOCKS = 12
 ACTIVE_SETS: dict[str, tuple[int, ...]] = {
@@ -38,11 +38,12 @@ def run_steps(
     staging_blocks: float = 2.5,
     poison_scratch: bool = False,
     guard: int = UNALIGNED,
+    kind: DeviceKind = "cpu",
 ) -> Seen:
     """A step for each set of active blocks, and after each one a step without history."""
     r = make_rig(
         rank,
-        "cpu",
+        kind,
         model=uneven_model(layers),
         groups=groups,
         policy=policy,

@@ -20,8 +20,19 @@ import torch
 from kvpp_core.errors import KvppError, LoadFailed, PipelineClosed, TransferTimeout
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.gloo_world import GlooWorld, Rank
-from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, Rig, abandon, make_rig, rig
-from tests.core.simulated_device import SimulatedDevice
+from tests.core.rig import (
+    ACTIVE,
+    CONTROLLED,
+    PATIENCE,
+    QUEUING,
+    ControlledKind,
+    DeviceKind,
+    Rig,
+    abandon,
+    controlled,
+    make_rig,
+    rig,
+)
 
 How = Literal["fails", "is cancelled", "takes too long"]
 Exit = Literal["abort", "close", "end and close"]
@@ -134,9 +145,9 @@ def interrupted(rank: Rank, kind: DeviceKind, how: Exit) -> Interrupted:
         return _leave(r, how, (lambda: r.load(2, 1, fence)) if r.owns(2) else None)
 
 
-def interrupted_after_last(rank: Rank, how: Exit) -> Interrupted:
+def interrupted_after_last(rank: Rank, kind: ControlledKind, how: Exit) -> Interrupted:
     """All layers have been acquired, but the last one has not been received by rank 0 yet."""
-    device = SimulatedDevice()
+    device = controlled(kind)
     with rig(rank, device) as r:
         gate = device.hold("transfer", "broadcast of layer 7")
         r.pipeline.begin(ACTIVE)
@@ -230,7 +241,7 @@ def lost_peer(
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "takes too long"])
 @pytest.mark.parametrize("layer", [0, 2, 5])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_a_failed_load_raises_on_every_rank_and_the_next_step_is_right(
     world2: GlooWorld, kind: DeviceKind, layer: int, how: How
 ) -> None:
@@ -248,14 +259,14 @@ def test_a_failed_load_raises_on_every_rank_and_the_next_step_is_right(
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "takes too long"])
 @pytest.mark.parametrize("layer", [0, 2, 5])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_a_failed_load_is_told_on_every_rank_and_the_step_goes_on(
     world2: GlooWorld, kind: DeviceKind, layer: int, how: How
 ) -> None:
     assert world2.run(failed_load_told, kind, layer, how) == [([layer], 1, [])] * 2
 
 
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_a_load_that_ends_after_its_time_is_not_taken_for_good(
     world2: GlooWorld, kind: DeviceKind
 ) -> None:
@@ -266,7 +277,7 @@ def test_a_load_that_ends_after_its_time_is_not_taken_for_good(
 
 
 @pytest.mark.parametrize("how", ["abort", "close"])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_abort_and_close_wait_for_the_transfer_in_flight(
     world2: GlooWorld, kind: DeviceKind, how: Exit
 ) -> None:
@@ -275,11 +286,12 @@ def test_abort_and_close_wait_for_the_transfer_in_flight(
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "end and close"])
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_abort_and_close_wait_for_a_last_layer_that_was_acquired_and_not_received(
-    world2: GlooWorld, how: Exit
+    world2: GlooWorld, kind: ControlledKind, how: Exit
 ) -> None:
     """Only an asynchronous device returns from acquire() that early."""
-    for seen in world2.run(interrupted_after_last, how):
+    for seen in world2.run(interrupted_after_last, kind, how):
         _assert_nothing_lingers(seen, how)
 
 
@@ -293,7 +305,7 @@ def _assert_nothing_lingers(seen: Interrupted, how: Exit) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("guarded", [False, True], ids=["", "with loads"])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_a_peer_that_never_joins_is_a_timeout_that_names_layer_and_owner(
     world2: GlooWorld, kind: DeviceKind, lost: int, guarded: bool
 ) -> None:
@@ -308,7 +320,7 @@ def test_a_peer_that_never_joins_is_a_timeout_that_names_layer_and_owner(
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("kind", DEVICES)
+@pytest.mark.parametrize("kind", QUEUING)
 def test_a_peer_that_is_gone_is_an_error_before_the_time_is_over(
     world2: GlooWorld, kind: DeviceKind, lost: int
 ) -> None:

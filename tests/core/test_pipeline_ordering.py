@@ -8,6 +8,7 @@ Field report 5.3: use before ready.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 
@@ -16,15 +17,26 @@ from kvpp_core.device.cpu import CpuDevice, CpuStream
 from kvpp_core.errors import LoadFailed
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.gloo_world import GlooWorld, Rank
-from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, rig
-from tests.core.simulated_device import SimulatedDevice, StreamName
+from tests.core.rig import (
+    ACTIVE,
+    CONTROLLED,
+    DEVICES,
+    PATIENCE,
+    ControlledKind,
+    DeviceKind,
+    controlled,
+    rig,
+)
+from tests.core.simulated_device import StreamName
 
 POLICIES = (BroadcastPolicy.FULL, BroadcastPolicy.RUNS, BroadcastPolicy.PACKED)
 
 
-def slot_reuse(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str]:
+def slot_reuse(
+    rank: Rank, kind: ControlledKind, policy: BroadcastPolicy, broken: bool
+) -> list[str]:
     """Rank 1 reads layer 0 so late that layer 2, for the same slot, has been started."""
-    device = SimulatedDevice(break_wait_compute=broken and rank.rank == 1)
+    device = controlled(kind, break_wait_compute=broken and rank.rank == 1)
     with rig(rank, device, policy=policy) as r:
         late = device.hold("compute", "reading layer 0") if rank.rank == 1 else None
         r.pipeline.begin(ACTIVE)
@@ -37,9 +49,11 @@ def slot_reuse(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str]:
         return r.complaints()
 
 
-def late_owner_write(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str]:
+def late_owner_write(
+    rank: Rank, kind: ControlledKind, policy: BroadcastPolicy, broken: bool
+) -> list[str]:
     """Rank 0's write of layer 0 is submitted before the step, and happens late."""
-    device = SimulatedDevice(break_wait_compute=broken and rank.rank == 0)
+    device = controlled(kind, break_wait_compute=broken and rank.rank == 0)
     with rig(rank, device, policy=policy) as r:
         late = device.hold("compute", "writing layer 0") if rank.rank == 0 else None
         if late is not None:
@@ -55,9 +69,11 @@ def late_owner_write(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[
         return r.complaints()
 
 
-def late_transfer(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str]:
+def late_transfer(
+    rank: Rank, kind: ControlledKind, policy: BroadcastPolicy, broken: bool
+) -> list[str]:
     """Rank 1 receives layer 0 so late that its read has been submitted."""
-    device = SimulatedDevice(break_wait_transfer=broken and rank.rank == 1)
+    device = controlled(kind, break_wait_transfer=broken and rank.rank == 1)
     with rig(rank, device, policy=policy) as r:
         late = device.hold("transfer", "broadcast of layer 0") if rank.rank == 1 else None
         r.pipeline.begin(ACTIVE)
@@ -71,9 +87,11 @@ def late_transfer(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str
         return r.complaints()
 
 
-def owner_overwrites(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[str]:
+def owner_overwrites(
+    rank: Rank, kind: ControlledKind, policy: BroadcastPolicy, broken: bool
+) -> list[str]:
     """Rank 0 writes layer 0 right after it acquired it, while its own sending is late."""
-    device = SimulatedDevice(break_wait_transfer=broken and rank.rank == 0)
+    device = controlled(kind, break_wait_transfer=broken and rank.rank == 0)
     with rig(rank, device, policy=policy) as r:
         late = device.hold("transfer", "broadcast of layer 0") if rank.rank == 0 else None
         r.pipeline.begin(ACTIVE)
@@ -89,17 +107,22 @@ def owner_overwrites(rank: Rank, policy: BroadcastPolicy, broken: bool) -> list[
         return r.complaints()
 
 
-def late_load(rank: Rank, device: Device | DeviceKind, layer: int) -> list[str]:
+def late_load(rank: Rank, kind: DeviceKind, layer: int) -> list[str]:
     """The owner's load of ``layer`` ends only when the transfer has gone as far as it can."""
-    with rig(rank, device) as r:
+    with rig(rank, kind) as r:
         fence: Future[None] = Future()
         owned = r.owns(layer)
-        r.pipeline.begin(ACTIVE, {layer: fence} if owned else None, guarded=True)
-        r.forward(1, 0, layer)
-        if owned:
+
+        def load() -> None:
             r.settle()
             r.load(layer, 2, fence)
-        r.acquire(layer)
+
+        with r.when_the_host_waits(load) if owned else nullcontext(load) as load_now:
+            r.pipeline.begin(ACTIVE, {layer: fence} if owned else None, guarded=True)
+            r.forward(1, 0, layer)
+            if owned:
+                load_now()
+            r.acquire(layer)
         r.read(layer, generation=2)
         r.forward(1, layer + 1)
         r.pipeline.end()
@@ -119,10 +142,12 @@ def unfenced_load(rank: Rank, kind: DeviceKind, layer: int) -> list[str]:
     The pipeline notices that it has sent a layer before its load: LoadFailed, its second line of
     defence. What the receivers hold then is the bytes before the load.
     """
-    device: Device = SimulatedDevice(break_fence=True)
+    device: Device
     if kind == "cpu":
         device = CpuDevice(PATIENCE)
         device.transfer = _NoFences()
+    else:
+        device = controlled(kind, break_fence=True)
     with rig(rank, device) as r:
         fence: Future[None] = Future()
         owned = r.owns(layer)
@@ -152,9 +177,11 @@ def all_layers_loaded(rank: Rank, kind: DeviceKind) -> list[str]:
         return r.complaints()
 
 
-def starved(rank: Rank, streams: tuple[StreamName | None, StreamName | None]) -> list[str]:
+def starved(
+    rank: Rank, kind: ControlledKind, streams: tuple[StreamName | None, StreamName | None]
+) -> list[str]:
     """Steps with loads, late writes and history in which a rank's stream runs as late as it can."""
-    device = SimulatedDevice(starved=streams[rank.rank])
+    device = controlled(kind, starved=streams[rank.rank])
     found: list[str] = []
     with rig(rank, device) as r:
         for generation in range(2, 6):
@@ -178,55 +205,67 @@ def _assert_wrong(results: list[list[str]], expected: str) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_a_slot_is_not_refilled_before_its_late_reader_is_done(
-    world2: GlooWorld, policy: BroadcastPolicy
+    world2: GlooWorld, kind: ControlledKind, policy: BroadcastPolicy
 ) -> None:
-    _assert_right(world2.run(slot_reuse, policy, broken=False))
+    _assert_right(world2.run(slot_reuse, kind, policy, broken=False))
 
 
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_twin_without_waiting_for_compute_a_late_reader_sees_the_next_layer(
-    world2: GlooWorld,
+    world2: GlooWorld, kind: ControlledKind
 ) -> None:
-    _assert_wrong(world2.run(slot_reuse, BroadcastPolicy.FULL, broken=True), "layers.0.")
+    _assert_wrong(world2.run(slot_reuse, kind, BroadcastPolicy.FULL, broken=True), "layers.0.")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_a_broadcast_covers_the_owners_earlier_late_write(
-    world2: GlooWorld, policy: BroadcastPolicy
+    world2: GlooWorld, kind: ControlledKind, policy: BroadcastPolicy
 ) -> None:
-    _assert_right(world2.run(late_owner_write, policy, broken=False))
+    _assert_right(world2.run(late_owner_write, kind, policy, broken=False))
 
 
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_twin_without_waiting_for_compute_a_broadcast_misses_the_owners_write(
-    world2: GlooWorld,
+    world2: GlooWorld, kind: ControlledKind
 ) -> None:
-    _assert_wrong(world2.run(late_owner_write, BroadcastPolicy.FULL, broken=True), "layers.0.")
+    _assert_wrong(
+        world2.run(late_owner_write, kind, BroadcastPolicy.FULL, broken=True), "layers.0."
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_a_layer_is_not_read_before_its_late_broadcast_has_ended(
-    world2: GlooWorld, policy: BroadcastPolicy
+    world2: GlooWorld, kind: ControlledKind, policy: BroadcastPolicy
 ) -> None:
-    _assert_right(world2.run(late_transfer, policy, broken=False))
+    _assert_right(world2.run(late_transfer, kind, policy, broken=False))
 
 
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_twin_without_waiting_for_the_transfer_a_layer_is_read_too_early(
-    world2: GlooWorld,
+    world2: GlooWorld, kind: ControlledKind
 ) -> None:
-    _assert_wrong(world2.run(late_transfer, BroadcastPolicy.FULL, broken=True), "layers.0.")
+    _assert_wrong(world2.run(late_transfer, kind, BroadcastPolicy.FULL, broken=True), "layers.0.")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_the_owner_does_not_overwrite_a_layer_before_its_broadcast_has_ended(
-    world2: GlooWorld, policy: BroadcastPolicy
+    world2: GlooWorld, kind: ControlledKind, policy: BroadcastPolicy
 ) -> None:
-    _assert_right(world2.run(owner_overwrites, policy, broken=False))
+    _assert_right(world2.run(owner_overwrites, kind, policy, broken=False))
 
 
+@pytest.mark.parametrize("kind", CONTROLLED)
 def test_twin_without_waiting_for_the_transfer_the_owner_overwrites_what_is_being_sent(
-    world2: GlooWorld,
+    world2: GlooWorld, kind: ControlledKind
 ) -> None:
-    _assert_wrong(world2.run(owner_overwrites, BroadcastPolicy.FULL, broken=True), "layers.0.")
+    _assert_wrong(
+        world2.run(owner_overwrites, kind, BroadcastPolicy.FULL, broken=True), "layers.0."
+    )
 
 
 @pytest.mark.parametrize("layer", [0, 2, 5])
@@ -251,6 +290,7 @@ def test_one_thread_may_load_all_layers_while_the_forward_waits_for_them(
     _assert_right(world2.run(all_layers_loaded, kind))
 
 
+@pytest.mark.parametrize("kind", CONTROLLED)
 @pytest.mark.parametrize(
     "streams",
     [
@@ -263,6 +303,8 @@ def test_one_thread_may_load_all_layers_while_the_forward_waits_for_them(
     ],
 )
 def test_bytes_are_right_whichever_stream_runs_as_late_as_it_can(
-    world2: GlooWorld, streams: tuple[StreamName | None, StreamName | None]
+    world2: GlooWorld,
+    kind: ControlledKind,
+    streams: tuple[StreamName | None, StreamName | None],
 ) -> None:
-    _assert_right(world2.run(starved, streams))
+    _assert_right(world2.run(starved, kind, streams))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.safety.mutations import MUTATIONS, Mutation
@@ -20,19 +21,19 @@ PYTEST = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider"]
 PYTEST += ["--hypothesis-profile", "first-failure"]
 
 
-def main() -> int:
+def main(mutations: Sequence[Mutation]) -> int:
     """Print one line for each mutation; 1 if a test passed that should have failed."""
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
         ignored = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        for mutation in MUTATIONS:
+        for mutation in mutations:
             red = _fails(copy, mutation)
             survived += not red
             verdict = "red" if red else "SURVIVED"
             print(f"{mutation.breaks:4} {verdict:9} {mutation.what}: {mutation.test}", flush=True)
-    print(f"{len(MUTATIONS) - survived} of {len(MUTATIONS)} mutations are found")
+    print(f"{len(mutations) - survived} of {len(mutations)} mutations are found")
     return int(survived > 0)
 
 
@@ -57,4 +58,4 @@ def _fails(copy: Path, mutation: Mutation) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(MUTATIONS))
