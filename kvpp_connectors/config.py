@@ -20,7 +20,7 @@ from kvpp_connectors.problems import Problem
 from kvpp_core.ownership import OwnershipPolicy
 from kvpp_core.policy import BroadcastPolicy, DecodePolicy
 
-__all__ = ["KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
+__all__ = ["SWITCH", "KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
 
 SWITCH = "enable_kvpp"
 OPTIONS = "kvpp"

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from kvpp_connectors.config import SWITCH
 from kvpp_core.device.base import Fence
+from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout
 from kvpp_core.manifest import Manifest
 
-__all__ = ["KvppFacts", "LayerLoads", "layer_loads", "offer_layer_loads", "publish", "published"]
+__all__ = [
+    "KvppFacts",
+    "LayerLoads",
+    "layer_loads",
+    "offer_layer_loads",
+    "publish",
+    "published",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +62,20 @@ def publish(facts: KvppFacts) -> None:
     _PROCESS.facts = facts
 
 
-def published() -> KvppFacts:
-    """The worker's word; empty without KVPP."""
+def published(vllm_config: Any) -> KvppFacts:
+    """The worker's word, for a connector of this launch.
+
+    Raises:
+        KvppError: the launch has KVPP on, and another package's: what it keeps is not known here.
+    """
+    given = vllm_config.additional_config
+    on = isinstance(given, dict) and given.get(SWITCH) is True
+    if on and _PROCESS.facts.layout is None:
+        raise KvppError(
+            f"additional_config.{SWITCH} is on, but this worker's KVPP is not that of "
+            "kvpp-connectors: its scratch memory would be taken for cache. Use the connectors that "
+            "come with it, or switch KVPP off"
+        )
     return _PROCESS.facts
 
 

@@ -34,7 +34,7 @@ class MooncakeConnectorV2(ConnectorShell):
         self._worker: WorkerSide | None = None
         self._counted: Counter[str] = Counter()
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerSide(facts, _ranks(), published().layout, _over_pcp)
+            self._worker = WorkerSide(facts, _ranks(), published(vllm_config).layout, _over_pcp)
             return
         if facts.produces:
             self._prefill = PrefillScheduler(facts)

@@ -42,7 +42,9 @@ class AscendStoreConnector(ConnectorShell):
             ranks = _ranks()
             self._stats = PoolStats(f"pool rank {ranks.stage}/{ranks.rank}")
             backend = self._connect(device=ranks.rank)
-            self._worker = PoolWorker(self._facts, ranks, published(), backend, self._stats)
+            self._worker = PoolWorker(
+                self._facts, ranks, published(vllm_config), backend, self._stats
+            )
             return
         self._stats = PoolStats("pool scheduler")
         self._backend = self._connect(device=None)

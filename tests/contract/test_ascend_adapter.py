@@ -21,6 +21,7 @@ from kvpp_connectors.engine.ascend_caches import (
 )
 from kvpp_connectors.engine.ascend_hooks import FIRST_TOUCH, ONLY_DECODE
 from kvpp_connectors.engine.ascend_touch import hook_fused_decode, hook_implementation
+from kvpp_connectors.registry import published
 from kvpp_connectors.tensors import single_tensors
 from kvpp_connectors.transport import TransferEngine
 from kvpp_core.bundles import Component, LayerBundle
@@ -133,6 +134,17 @@ def test_connectors_give_every_tensor_of_a_tuple_the_name_of_its_component() -> 
         "b[0]": 2,
         "b[1]": 3,
     }
+
+
+@pytest.mark.parametrize("given", [{"enable_kvpp": True}, {"enable_kvpp": False}, {}, object()])
+def test_our_connectors_refuse_a_kvpp_that_is_not_ours(given: object) -> None:
+    """No worker of ours has laid anything out in this process."""
+    config = SimpleNamespace(additional_config=given)
+    if given == {"enable_kvpp": True}:
+        with pytest.raises(KvppError, match="is not that of kvpp-connectors"):
+            published(config)
+    else:
+        assert published(config).layout is None
 
 
 class Registering:
