@@ -382,6 +382,8 @@ def draft_cache_names(runner: Any, layers: dict[str, Any]) -> frozenset[str]:
     """
     proposer = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(proposer, "model", None)
+    if model is not None and hasattr(model, "unwrap"):  # wrapped, to be captured as graphs
+        model = model.unwrap()
     if not isinstance(model, torch.nn.Module):
         return frozenset()
     modules = set(map(id, model.modules()))

@@ -369,6 +369,14 @@ def test_drafts_are_what_the_proposers_model_holds(layers: dict[str, Any], attri
     assert draft_cache_names(runner, layers) == frozenset(list(layers)[2:])
 
 
+def test_a_proposers_model_is_found_in_its_graph_wrapper(layers: dict[str, Any]) -> None:
+    """Else a draft's layers would be split over the ranks with the target's."""
+    draft = Model(*list(layers.values())[2:])
+    wrapper = SimpleNamespace(unwrap=lambda: draft)
+    runner = Runner(model=target_of(layers), drafter=SimpleNamespace(model=wrapper))
+    assert draft_cache_names(runner, layers) == frozenset(list(layers)[2:])
+
+
 def test_layers_that_draft_and_target_share_are_targets(layers: dict[str, Any]) -> None:
     """A draft model that refers to target layers does not take them out of the partition."""
     target = target_of(layers)
