@@ -45,8 +45,8 @@ $(VENV)-ascend-sim/.ready: .ci/setup .ci/ascend-sim.txt
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)
 
-faults: $(VENV)/.ready ## kill, stop and cut off prefill and decode engines; needs an idle machine
-	@$(BIN)/python -m pytest -m faults tests/p2p tests/soak $(ARGS)
+faults: $(VENV)/.ready ## kill, stop and cut off engines, stores and masters; needs an idle machine
+	@$(BIN)/python -m pytest -m faults tests/p2p tests/pool tests/soak $(ARGS)
 
 traffic: $(VENV)/.ready ## minutes of traffic through the deployment while its engines are killed (ARGS="--minutes 10")
 	@$(BIN)/kvpp soak $(ARGS)

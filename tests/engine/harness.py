@@ -229,6 +229,7 @@ def start_engine(
     from vllm import LLM
 
     settings: dict[str, Any] = {
+        "dtype": "float32",
         "max_num_batched_tokens": 64,
         "max_model_len": 512,
         "max_num_seqs": 16,
@@ -244,7 +245,6 @@ def start_engine(
             tensor_parallel_size=tp,
             kv_cache_memory_bytes=memory,
             num_gpu_blocks_override=blocks,
-            dtype="float32",
             skip_tokenizer_init=True,
             seed=0,
             **settings,

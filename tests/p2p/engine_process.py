@@ -11,7 +11,7 @@ from typing import Any
 from tests.engine.harness import Engine, recorded_schedule, start_engine
 from tests.fork_server import become_a_leader
 
-__all__ = ["serve"]
+__all__ = ["Served", "serve"]
 
 ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
@@ -85,7 +85,11 @@ class Served:
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of the first worker."""
-        return self._engine.call(method, *arguments)[0]
+        return self.call_all(method, arguments)[0]
+
+    def call_all(self, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        """Call a method of every worker; the answers by rank."""
+        return self._engine.call(method, *arguments)
 
     def abort(self, name: str) -> None:
         """Abort a request."""
@@ -130,12 +134,13 @@ def serve(
     model: Path,
     environment: dict[str, str],
     options: dict[str, Any],
+    kind: type[Served] = Served,
 ) -> None:
     """In a forked process: start an engine, say "ready", and serve commands until they end."""
     become_a_leader(log)
     os.environ.update(ENVIRONMENT | environment)
     with start_engine(model, **options) as engine, contextlib.suppress(EOFError):
-        served = Served(engine)
+        served = kind(engine)
         commands.send("ready")
         while True:
             do, arguments = commands.recv()

@@ -7,10 +7,10 @@ import os
 import signal
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from tests.fork_server import CONTEXT
-from tests.p2p.engine_process import serve
+from tests.p2p.engine_process import Served, serve
 
 __all__ = ["RemoteEngine"]
 
@@ -18,12 +18,14 @@ __all__ = ["RemoteEngine"]
 class RemoteEngine:
     """An engine process and its process group. Every answer has a bound."""
 
+    _kind: ClassVar[type[Served]] = Served  # whose methods are the commands
+
     def __init__(
         self, model: Path, log: Path, *, environment: dict[str, str] | None = None, **options: Any
     ) -> None:
         self._log = log
         self._commands, theirs = CONTEXT.Pipe()
-        arguments = (theirs, log, model, environment or {}, options)
+        arguments = (theirs, log, model, environment or {}, options, self._kind)
         self.process = CONTEXT.Process(target=serve, args=arguments)
         self.process.start()
         theirs.close()

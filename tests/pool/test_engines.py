@@ -1,6 +1,7 @@
 """Real engines over a real Mooncake store: what one saves another loads, to the same tokens.
 
 The store's memory is in a process of its own, so that it outlives the engines.
+Layer by layer: test_layer_order.py. What breaks while they run: test_engine_faults.py.
 Field reports 3.3, 4.1, 4.2, 4.4, 4.5, 5.2 (draft caches are saved, too) and 5.3.
 """
 
@@ -120,23 +121,6 @@ def test_what_one_kvpp_engine_saves_another_loads(
     model: Path, expected: list[list[int]], pool: StoreProcess, load_async: bool
 ) -> None:
     config = transfer(pool, load_async=load_async, model_id=f"kvpp-{load_async}")
-    first = run(model, kvpp_on(), config)
-    assert (tokens(first), cached(first)) == (expected, 0)
-    second = run(model, kvpp_on(), config)
-    assert (tokens(second), cached(second)) == (expected, LOADED)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 4])
-def test_layer_by_layer(
-    model: Path, expected: list[list[int]], pool: StoreProcess, prefetch: int
-) -> None:
-    """An owner's load of a layer ends before its broadcast; scratch is poisoned at each step."""
-    config = transfer(
-        pool,
-        use_layerwise=True,
-        layerwise_prefetch_layers=prefetch,
-        model_id=f"layerwise-{prefetch}",
-    )
     first = run(model, kvpp_on(), config)
     assert (tokens(first), cached(first)) == (expected, 0)
     second = run(model, kvpp_on(), config)

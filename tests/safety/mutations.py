@@ -93,6 +93,13 @@ MUTATIONS = [
         f"{ORDERING}test_a_layer_is_broadcast_after_its_late_load",
     ),
     Mutation(
+        "S4", "the engine does not tell its pipeline of the loads in a step",
+        "kvpp_connectors/engine/worker.py",
+        "loads.take_fences() if loads is not None else None", "None",
+        "tests/pool/test_layer_order.py"
+        "::test_a_layer_is_broadcast_after_its_load_and_attention_waits",
+    ),
+    Mutation(
         "S4", "a failed load is not told to the other ranks",
         "kvpp_core/pipeline.py",
         "        status.fill_(self._decided())",
