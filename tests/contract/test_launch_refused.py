@@ -402,6 +402,7 @@ FACTS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "worker_cls": (_set("parallel_config.worker_cls", "my.Worker"), "my.Worker"),
     "dual_batch_overlap": (_set("parallel_config.enable_dbo", True), True),
     "hisparse": (_set("attention_config.hisparse_config", object()), True),
+    "owner_decode": (_set("additional_config", {"kvpp": {"decode": "owner"}}), True),
     "kv_sharing_fast_prefill": (_set("cache_config.kv_sharing_fast_prefill", True), True),
     "connector": (
         _transfer,

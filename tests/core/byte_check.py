@@ -99,7 +99,10 @@ def _traffic(
 
 
 def check_step_without_history(r: Rig, name: str, seen: Seen) -> None:
-    """Nothing moves, nothing is counted, no byte of memory changes."""
+    """Nothing moves, nothing is counted, no byte of memory changes but by poison."""
+    if r.settings.poison_scratch:
+        for slot in range(SCRATCH_SLOTS):
+            r.memory.expect_poison(slot)
     sent, counted = len(r.group.sent), r.pipeline.stats.snapshot()
     r.pipeline.begin(())
     for ordinal in range(r.layers):
