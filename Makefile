@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-contract test-ascend-sim test-vllm023 test-matrix soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-contract test-ascend-sim test-ascend-classes test-vllm023 test-matrix soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,12 @@ test-ascend-sim: $(VENV)-ascend-sim/.ready ## torch-npu over a simulated CANN (A
 
 $(VENV)-ascend-sim/.ready: .ci/setup .ci/ascend-sim.txt
 	@bash .ci/setup ascend-sim
+
+test-ascend-classes: $(VENV)-ascend-sim/classes/.ready ## layouts and hooks on vllm-ascend's own classes (Python 3.11)
+	@$(BIN)/python -m tests.ascend_sim.classes $(ARGS)
+
+$(VENV)-ascend-sim/classes/.ready: $(VENV)/.ready .ci/ascend-classes.txt
+	@bash .ci/setup ascend-classes
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)

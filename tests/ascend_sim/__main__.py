@@ -1,7 +1,7 @@
 """`python -m tests.ascend_sim [pytest's arguments]`: tests on the simulated NPU.
 
 Run by the python of an environment that has torch-npu (`make test-ascend-sim` makes one). Without
-arguments everything that can run on the NPU does. ``mutations`` as the only argument breaks each
+the name of a test everything that can run on the NPU does. ``mutations`` as the only argument breaks each
 ordering once, in a copy of the project, and sees a test fail.
 """
 
@@ -31,7 +31,8 @@ def main() -> None:
     if arguments == ["mutations"]:
         run += ["tests.ascend_sim.mutations"]
     else:
-        run += ["pytest", "-k", "npu", *(arguments or DEFAULT)]
+        named = any(argument.startswith("tests/") for argument in arguments)
+        run += ["pytest", "-k", "npu", *([] if named else DEFAULT), *arguments]
     os.execv(sys.executable, run)
 
 

@@ -80,6 +80,12 @@ void fill(const aclTensor& to, const char* element) {
         std::memcpy(to.data, element, size_t(size_of(to.type)));
         return;
     }
+    if (to.contiguous()) {
+        const auto size = size_of(to.type);
+        for (int64_t index = 0; index < to.elements(); ++index)
+            std::memcpy(to.data + index * size, element, size_t(size));
+        return;
+    }
     for (int64_t index = 0; index < to.dims[0]; ++index) fill(to.at(0, index), element);
 }
 
