@@ -1,8 +1,8 @@
 """`python -m tests.ascend_sim [pytest's arguments]`: tests on the simulated NPU.
 
 Run by the python of an environment that has torch-npu (`make test-ascend-sim` makes one). Without
-the name of a test everything that can run on the NPU does. ``mutations`` as the only argument breaks each
-ordering once, in a copy of the project, and sees a test fail.
+the name of a test everything that can run on the NPU does. ``mutations`` as the only argument
+breaks each ordering once, in a copy of the project, and sees a test fail.
 """
 
 from __future__ import annotations
