@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 
 from kvpp_connectors.host import free_ports
+from kvpp_connectors.pool.backends.base import PoolUnavailable
 from kvpp_connectors.pool.mooncake_servers import STORE_ENVIRONMENT, store_command
 from tests.pool.master import Master, wait_until
 
@@ -29,13 +31,21 @@ class StoreProcess:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        wait_until(lambda: master.capacity() > before, _START_S, "the store's segment")
+
+        def is_lent() -> bool:
+            try:
+                return master.capacity() > before
+            except PoolUnavailable:  # it may be busy with what went with another store
+                return False
+
+        wait_until(is_lent, _START_S, "the store's segment")
 
     def signal(self, number: int) -> None:
         """To the process and what the console script started."""
         os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
-        """End it."""
-        self.signal(signal.SIGKILL)
+        """End it. Again is legal."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
         self._process.wait(_START_S)
