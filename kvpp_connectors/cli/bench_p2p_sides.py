@@ -5,12 +5,13 @@ Real endpoints, leases and transfer engines; no model.
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
+
+from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,41 +64,22 @@ class Shape:
         return LAYERS * self.blocks * self.block
 
 
-class Source:
+class Source(AskedProcess):
     """The prefill side, in a process of its own: one for all shapes, its start takes seconds."""
 
     def __init__(self, size: int) -> None:
         """``size`` bytes are served."""
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, size)
-        )
-        self._process.start()
+        super().__init__("the source", _serve, size)
 
     def use(self, shape: Shape) -> Description:
         """Lay the caches out anew; what its worker keeps from now on."""
-        description: Description = self._ask(shape)
+        description: Description = self.ask(shape)
         return description
 
     def offer(self) -> Offer:
         """A request that is ready to be read."""
-        offer: Offer = self._ask("offer")
+        offer: Offer = self.ask("offer")
         return offer
-
-    def _ask(self, what: str | Shape) -> Any:
-        self._pipe.send(what)
-        if not self._pipe.poll(BOUND):
-            raise TimeoutError(f"the source did not answer within {BOUND:g} s")
-        return self._pipe.recv()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.is_alive():
-            self._pipe.send("end")
-        self._process.join(30)
-        self._process.kill()
 
 
 class DecodeRank:
@@ -231,6 +213,5 @@ class _Prefill:
 
 def _serve(parent: Connection, size: int) -> None:
     prefill = _Prefill(size)
-    while (asked := parent.recv()) != "end":
-        parent.send(prefill.use(asked) if isinstance(asked, Shape) else prefill.offer())
+    answer_all(parent, lambda q: prefill.use(q) if isinstance(q, Shape) else prefill.offer())
     prefill.close()

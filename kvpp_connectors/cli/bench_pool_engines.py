@@ -8,7 +8,6 @@ own, so that all comes from the pool. No KVPP: vLLM's MooncakeStoreConnector doe
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import sys
@@ -18,14 +17,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
 from kvpp_connectors.cli.turns import in_turns, medians, ratio
 
 __all__ = ["EngineTiming", "time_engines"]
 
 PROMPTS, LENGTH = 4, 1536  # tokens each
-_BOUND_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,60 +99,38 @@ def _vllms_environment(master: str, folder: Path) -> dict[str, str]:
     return {"MOONCAKE_CONFIG_PATH": str(config)}
 
 
-class _Engine:
+class _Engine(AskedProcess):
     """An engine in a process of its own."""
 
     def __init__(
         self, model: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
-        self._name = transfer["kv_connector"]
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, model, dict(transfer), dict(environment))
-        )
-        self._process.start()
-        theirs.close()
+        name = f"the engine with {transfer['kv_connector']}"
+        super().__init__(name, _serve, model, dict(transfer), dict(environment))
         self._seed = 0
 
     def new(self) -> float:
         """Seconds for prompts that nobody has seen."""
         self._seed += 1
-        return self._ask("new")
+        seconds: float = self.ask(("new", self._seed))
+        return seconds
 
     def again(self) -> float:
         """Seconds for the last prompts, with nothing in the engine's own cache."""
-        return self._ask("again")
-
-    def _ask(self, what: str) -> float:
-        self._pipe.send((what, self._seed))
-        if not self._pipe.poll(_BOUND_S):
-            raise RuntimeError(f"{self._name} did not answer within {_BOUND_S:g} s")
-        seconds: float = self._pipe.recv()
+        seconds: float = self.ask(("again", self._seed))
         return seconds
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()
-        self._process.join(30)
-        self._process.kill()
 
 
 def _serve(
     parent: Connection, model: str, transfer: dict[str, Any], environment: dict[str, str]
 ) -> None:
-    """In the engine's process: answer until the pipe is closed."""
+    """In the engine's process."""
     os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
     _give_cpu_events()
     llm = _start(model, transfer)
-    try:
-        while True:
-            what, seed = parent.recv()
-            parent.send(_generate(llm, seed, again=what == "again"))
-    except EOFError:
-        llm.llm_engine.engine_core.shutdown()
+    answer_all(parent, lambda asked: _generate(llm, asked[1], again=asked[0] == "again"))
+    llm.llm_engine.engine_core.shutdown()
 
 
 def _give_cpu_events() -> None:
