@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,7 +100,7 @@ def _time(engines: Mapping[str, AskedProcess], context: int, repeats: int) -> li
         engine, policy = _WAYS[way]
         seen[way].append(engines[engine].ask((context, len(seen[way]), policy)))
 
-    in_turns({way: lambda way=way: request(way) for way in _WAYS}, repeats)  # type: ignore[misc]
+    in_turns({way: partial(request, way) for way in _WAYS}, repeats)
     timings = []
     for step in ("prefill", "decode"):
         turns: Turns = [

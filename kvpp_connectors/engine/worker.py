@@ -32,7 +32,7 @@ from kvpp_core.device import make_device
 from kvpp_core.errors import PlanError
 from kvpp_core.exchange import HeadExchange
 from kvpp_core.group import KvppGroup
-from kvpp_core.history import BlockHistory
+from kvpp_core.history import BlockHistory, ScheduledStep
 from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
@@ -46,11 +46,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """What a step reads of its requests' history."""
+    """A step whose forward is to come, and its active blocks."""
 
+    step: ScheduledStep
     blocks: tuple[int, ...]
-    blocks_of_prefills: tuple[int, ...]
-    decodes: int  # tokens, one for each request
 
 
 class KvppWorkerMixin:
@@ -71,7 +70,7 @@ class KvppWorkerMixin:
     _kvpp_metrics: MetricsPage | None = None
     _kvpp_history: BlockHistory
     _kvpp_layer_of: dict[str, int]  # transformer layer of each target component
-    _kvpp_pending: _Pending | None = None  # a step whose forward is to come
+    _kvpp_pending: _Pending | None = None
     _kvpp_decode: OwnerDecode | None = None
 
     def init_device(self) -> None:
@@ -139,11 +138,7 @@ class KvppWorkerMixin:
         pipeline = self._kvpp_pipeline
         assert pipeline is not None
         step = read_step(scheduler_output)
-        self._kvpp_pending = _Pending(
-            self._kvpp_history.observe(step),
-            self._kvpp_history.of_prefills(step),
-            sum(request.is_decode for request in step.requests),
-        )
+        self._kvpp_pending = _Pending(step, self._kvpp_history.observe(step))
         try:
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         except BaseException:
@@ -309,8 +304,8 @@ class KvppWorkerMixin:
         blocks = pending.blocks
         # Where layers are loaded in this step, their broadcasts carry how that went.
         if self._kvpp_decode is not None and fences is None:
-            blocks = pending.blocks_of_prefills
-            self._kvpp_decode.begin(pending.decodes)
+            blocks = self._kvpp_history.of_prefills(pending.step)
+            self._kvpp_decode.begin(sum(request.is_decode for request in pending.step.requests))
         self._kvpp_pipeline.begin(
             blocks,
             fences,
