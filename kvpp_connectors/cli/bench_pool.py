@@ -83,9 +83,6 @@ def bench_pool(
     for timing in compared:
         title = f"{PROMPTS} prompts of {LENGTH} tokens in an engine, seconds"
         show(title, _engine_rows(timing), markdown)
-        show(
-            f"Saving and loading blocks of {LAYERS} layers over tcp, GB/s", _rows(timings), markdown
-        )
 
 
 def _time_all(megabytes: int, repeats: int, *, own_memory: bool) -> list[PoolTiming]:

@@ -125,10 +125,20 @@ def _serve(
     parent: Connection, model: str, transfer: dict[str, Any], environment: dict[str, str]
 ) -> None:
     """In the engine's process."""
-    os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ.update(environment)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
     _give_cpu_events()
-    llm = _start(model, transfer)
+    from kvpp_connectors.demo.engine import start
+
+    llm = start(
+        model,
+        kv_transfer_config=transfer,
+        kv_cache_memory_bytes=256 << 20,
+        max_num_batched_tokens=PROMPTS * LENGTH,
+        max_model_len=2048,
+        max_num_seqs=PROMPTS,
+        enable_prefix_caching=True,
+    )
     answer_all(parent, lambda asked: _generate(llm, asked[1], again=asked[0] == "again"))
     llm.llm_engine.engine_core.shutdown()
 
@@ -146,24 +156,6 @@ def _give_cpu_events() -> None:
 
     if not torch.cuda.is_available():
         torch.cuda.Event = CpuEvent  # type: ignore[assignment,misc]
-
-
-def _start(model: str, transfer: dict[str, Any]) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        model,
-        kv_transfer_config=transfer,
-        kv_cache_memory_bytes=256 << 20,
-        max_num_batched_tokens=PROMPTS * LENGTH,
-        max_model_len=2048,
-        max_num_seqs=PROMPTS,
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=True,
-        skip_tokenizer_init=True,
-        attention_backend="CPU_MLA",
-    )
 
 
 def _generate(llm: Any, seed: int, *, again: bool) -> float:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvpp_connectors.demo.children import Server
     from kvpp_connectors.pool.backends.base import Outcome
     from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
+    from kvpp_connectors.pool.local_pool import LocalPool
     from kvpp_connectors.pool.objects import BlockObject
 
 __all__ = ["LAYERS", "Client", "pool"]
@@ -36,6 +37,7 @@ def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
     """
     from kvpp_connectors.demo.children import Server
     from kvpp_connectors.host import free_ports
+    from kvpp_connectors.pool.local_pool import LocalPool
     from kvpp_connectors.pool.mooncake_servers import (
         STORE_ENVIRONMENT,
         MasterAddress,
@@ -57,8 +59,9 @@ def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
         servers = [start("master", master_command(master))]
         if not own_memory:
             servers.append(start("store", store_command(master, HOST, port, size)))
+        _wait_for(LocalPool(master, 0 if own_memory else size), servers)
         backend = stack.enter_context(closing(_backend(str(master), size if own_memory else 0)))
-        _wait_for_memory(backend, servers)
+        backend.connect()
         yield str(master), backend
 
 
@@ -172,26 +175,16 @@ def _backend(master: str, segment: int) -> MooncakeBackend:
     return MooncakeBackend(read_mooncake_settings({"mooncake": inline}, {}), HOST, "tcp", segment)
 
 
-def _wait_for_memory(backend: MooncakeBackend, servers: Sequence[Server]) -> None:
-    """Until an object can be put."""
-    import torch
+def _wait_for(pool: LocalPool, servers: Sequence[Server]) -> None:
+    from kvpp_connectors.pool.local_pool import answers
+    from kvpp_connectors.pool.mooncake_http import MasterHttp
 
-    from kvpp_connectors.pool.backends.base import Buffer, PoolUnavailable
-
-    probe, deadline = torch.ones(64, dtype=torch.uint8), time.monotonic() + _START_S
-    while True:
+    http, deadline = MasterHttp(pool.master), time.monotonic() + _START_S
+    while not answers(http, pool):
         for server in servers:
             server.check()
-        try:
-            backend.connect()
-            (outcome,) = backend.put([f"{_PREFIX}@probe"], [Buffer((probe.data_ptr(),), (64,))])
-            problem = None if outcome.ok else str(outcome)
-        except PoolUnavailable as error:
-            problem = str(error)
-        if problem is None:
-            return
         if time.monotonic() > deadline:
-            raise servers[-1].failure(f"no memory to be had within {_START_S:.0f} s: {problem}")
+            raise servers[-1].failure(f"no pool within {_START_S:.0f} s")
         time.sleep(_LOOK_S)
 
 

@@ -142,11 +142,11 @@ def _serve(parent: Connection, model: str, config: dict[str, Any], longest: int)
     """In the engine's process."""
     from kvpp_connectors.demo.settings import ENVIRONMENT
 
-    os.environ.update(ENVIRONMENT, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    os.environ.update(ENVIRONMENT)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
-    from vllm import LLM
+    from kvpp_connectors.demo.engine import start
 
-    llm = LLM(
+    llm = start(
         model,
         additional_config=config,
         tensor_parallel_size=RANKS,
@@ -154,11 +154,7 @@ def _serve(parent: Connection, model: str, config: dict[str, Any], longest: int)
         max_num_batched_tokens=CHUNK,
         max_model_len=longest,
         max_num_seqs=1,
-        dtype="float32",
-        enforce_eager=True,
         enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        attention_backend="CPU_MLA",
     )
     answer_all(parent, lambda asked: _measure(llm, *asked))
     llm.llm_engine.engine_core.shutdown()

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["Job", "Result", "Wave", "main"]
+__all__ = ["Job", "Result", "Wave", "main", "start"]
 
 
 class Job(BaseModel):
@@ -59,12 +59,7 @@ def main() -> None:
 
 def run(job: Job) -> Result:
     """Start the engine, send the prompts in waves, and collect what came back."""
-    # The engine core in this process: steps then follow one another as we ask for them, and two
-    # engines with the same prompts get the same schedule.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-
-    llm = LLM(
+    llm = start(
         job.model,
         additional_config=job.additional_config,
         tensor_parallel_size=job.tensor_parallel_size,
@@ -72,10 +67,6 @@ def run(job: Job) -> Result:
         max_num_batched_tokens=job.max_num_batched_tokens,
         max_model_len=job.max_model_len,
         max_num_seqs=min(len(job.prompts), job.max_num_batched_tokens),
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        attention_backend="CPU_MLA",
     )
     with_kvpp = bool(job.additional_config.get("enable_kvpp"))
     waves = {"first": _wave(llm, job, with_kvpp)}
@@ -89,6 +80,23 @@ def run(job: Job) -> Result:
         block_size=cache.block_size,
         layouts=llm.collective_rpc("kvpp_layout") if with_kvpp else [],
         waves=waves,
+    )
+
+
+def start(model: str, **options: Any) -> Any:
+    """A vLLM engine of the demo's model on the CPU, stepped by hand in this process."""
+    # The engine core in this process: steps then follow one another as we ask for them, and two
+    # engines with the same prompts get the same schedule.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    return LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        attention_backend="CPU_MLA",
+        **options,
     )
 
 

@@ -22,7 +22,7 @@ from kvpp_connectors.pool.mooncake_servers import (
     store_command,
 )
 
-__all__ = ["LocalPool", "serve"]
+__all__ = ["LocalPool", "answers", "serve"]
 
 _START_S = 30.0
 _PROBE_S = 0.05
@@ -123,7 +123,7 @@ async def _until_it_answers(pool: LocalPool) -> None:
     http = MasterHttp(pool.master)
     try:
         async with asyncio.timeout(_START_S):
-            while not await asyncio.to_thread(_answers, http, pool):
+            while not await asyncio.to_thread(answers, http, pool):
                 await asyncio.sleep(_PROBE_S)
     except TimeoutError as error:
         raise PoolUnavailable(
@@ -132,7 +132,8 @@ async def _until_it_answers(pool: LocalPool) -> None:
         ) from error
 
 
-def _answers(http: MasterHttp, pool: LocalPool) -> bool:
+def answers(http: MasterHttp, pool: LocalPool) -> bool:
+    """Whether the master serves, and its store lends what it is to lend."""
     try:
         return http.state() == "serving" and http.segments() >= bool(pool.memory)
     except PoolUnavailable:

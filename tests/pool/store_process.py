@@ -6,13 +6,14 @@ import contextlib
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 
 from kvpp_connectors.host import free_ports
 from kvpp_connectors.pool.backends.base import PoolUnavailable
 from kvpp_connectors.pool.mooncake_servers import STORE_ENVIRONMENT, store_command
 from tests.pool.master import Master, wait_until
 
-__all__ = ["StoreProcess"]
+__all__ = ["StoreProcess", "lent_pool"]
 
 
 _START_S = 30.0
@@ -49,3 +50,15 @@ class StoreProcess:
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self._process.wait(_START_S)
+
+
+@contextlib.contextmanager
+def lent_pool(size: str = "512MB") -> Iterator[StoreProcess]:
+    """A master and a store that hold what engines save; both end with the block."""
+    master = Master()
+    store = StoreProcess(master, size)
+    try:
+        yield store
+    finally:
+        store.stop()
+        master.stop()

@@ -26,7 +26,7 @@ from tests.engine.harness import (
 )
 from tests.fork_server import call_apart
 from tests.pool.master import Master
-from tests.pool.store_process import StoreProcess
+from tests.pool.store_process import StoreProcess, lent_pool
 
 pytestmark = [
     pytest.mark.engine,
@@ -46,11 +46,8 @@ LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
 @pytest.fixture(scope="module")
 def pool() -> Iterator[StoreProcess]:
     """A master and a store that hold what engines save."""
-    master = Master()
-    store = StoreProcess(master, "512MB")
-    yield store
-    store.stop()
-    master.stop()
+    with lent_pool() as store:
+        yield store
 
 
 @pytest.fixture(scope="module")

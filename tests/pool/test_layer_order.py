@@ -15,10 +15,10 @@ import pytest
 from tests.engine import tiny_models
 from tests.engine.harness import Request, Script, kvpp_off, kvpp_on, random_tokens, start_engine
 from tests.fork_server import call_apart
-from tests.pool.master import Master, wait_until
+from tests.pool.master import wait_until
 from tests.pool.pool_engine import MTP, PoolEngine, counted, transfer
 from tests.pool.store_faults import EXTENSION, Gate
-from tests.pool.store_process import StoreProcess
+from tests.pool.store_process import StoreProcess, lent_pool
 
 pytestmark = [
     pytest.mark.engine,
@@ -50,11 +50,8 @@ class Ran:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[StoreProcess]:
     """A master and a store that hold what engines save."""
-    master = Master()
-    store = StoreProcess(master, "512MB")
-    yield store
-    store.stop()
-    master.stop()
+    with lent_pool() as store:
+        yield store
 
 
 @pytest.fixture(scope="module")
