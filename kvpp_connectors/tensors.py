@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["part_name", "single_tensors"]
+__all__ = ["layer_name", "part_name", "single_tensors"]
 
 
 def part_name(layer: str, index: int) -> str:
     """The name of one tensor of a layer's tuple: a component of the layer's bundle."""
     return f"{layer}[{index}]"
+
+
+def layer_name(part: str) -> str:
+    """The layer of a part's name."""
+    return part.rpartition("[")[0]
 
 
 def single_tensors(caches: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from kvpp_connectors.demo.report import Row
     from kvpp_connectors.demo.settings import Settings
 
-__all__ = ["demo"]
+__all__ = ["Layerwise", "Logs", "demo"]
+
+# Options of everything that runs the demo's deployment.
+Layerwise = Annotated[
+    bool, typer.Option("--layerwise", help="The pool saves and loads layer by layer.")
+]
+Logs = Annotated[
+    Path | None, typer.Option(help="Folder for logs and results; kept.", show_default="temp")
+]
 
 
 class Part(StrEnum):
@@ -32,12 +40,8 @@ def demo(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the tiny model.")] = 12,
     tp: Annotated[int, typer.Option(min=2, help="Tensor-parallel size of KVPP engines.")] = 2,
     memory_mib: Annotated[int, typer.Option(min=8, help="KV memory per rank, in MiB.")] = 96,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="The pool saves and loads layer by layer.")
-    ] = False,
-    logs: Annotated[
-        Path | None, typer.Option(help="Folder for logs and results; kept.", show_default="temp")
-    ] = None,
+    layerwise: Layerwise = False,
+    logs: Logs = None,
 ) -> None:
     """Show KVPP at work on this machine, and check every answer.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvpp_connectors.cli.demo import Layerwise, Logs
 
 if TYPE_CHECKING:
     from kvpp_connectors.demo.report import Row
@@ -21,12 +22,8 @@ def soak(
     ] = 10.0,
     clients: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 12,
     seed: Annotated[int, typer.Option(help="Of what the clients ask, and when they leave.")] = 0,
-    layerwise: Annotated[
-        bool, typer.Option("--layerwise", help="The pool saves and loads layer by layer.")
-    ] = False,
-    logs: Annotated[
-        Path | None, typer.Option(help="Folder for logs and results; kept.", show_default="temp")
-    ] = None,
+    layerwise: Layerwise = False,
+    logs: Logs = None,
 ) -> None:
     """Run the demo's deployment under mixed traffic, and check answers and accounts all along.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.tensors import part_name
+from kvpp_connectors.tensors import layer_name, part_name
 from kvpp_core.bundles import Component
 from kvpp_core.errors import PlanError
 from kvpp_core.layout import RankLayout
@@ -77,6 +77,6 @@ def raw_tensors(buffer: torch.Tensor, layout: RankLayout) -> dict[str, tuple[tor
     for bundle in (*placement.bundles, *placement.drafts):
         for component in bundle.components:  # sorted by name: in the order of the tuple
             span = layout.components[component.name]
-            layer = component.name.rpartition("[")[0]
-            found.setdefault(layer, []).append(buffer[span.offset : span.end])
+            part = buffer[span.offset : span.end]
+            found.setdefault(layer_name(component.name), []).append(part)
     return {layer: tuple(parts) for layer, parts in found.items()}

@@ -21,6 +21,7 @@ from kvpp_connectors.engine.ascend_caches import (
 from kvpp_connectors.engine.ascend_touch import hook_implementation
 from kvpp_connectors.engine.placement import check_one_group, plan
 from kvpp_connectors.engine.worker import KvppWorkerMixin
+from kvpp_connectors.tensors import layer_name
 from kvpp_core.bundles import Component
 from kvpp_core.errors import PlanError
 from kvpp_core.layout import Placement, RankLayout
@@ -79,6 +80,6 @@ class KvppWorkerMixin023(KvppWorkerMixin):
         layers = self._kvpp_layers()
         first: dict[str, str] = {}  # of each target layer, the component that stands for it
         for component in self._kvpp_layer_of:
-            first.setdefault(component.rpartition("[")[0], component)
+            first.setdefault(layer_name(component), component)
         for name, component in first.items():
             hook_implementation(component, layers[name].impl, self._kvpp_acquire)

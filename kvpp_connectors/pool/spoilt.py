@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvpp_connectors.engine.steps import read_step
+
 __all__ = ["SpoiltBlocks"]
 
 
@@ -47,17 +49,11 @@ class SpoiltBlocks:
         self._reported.clear()
         for name in output.preempted_req_ids or ():
             self.forget(name)
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(new.block_ids[0])
-            self._check(new.req_id, new.num_computed_tokens, scheduled[new.req_id])
-        cached = output.scheduled_cached_reqs
-        for index, name in enumerate(cached.req_ids):
-            blocks = cached.new_block_ids[index]
-            if name in cached.resumed_req_ids:
-                self._tables[name] = []
-            self._tables[name] += blocks[0] if blocks else []
-            self._check(name, cached.num_computed_tokens[index], scheduled[name])
+        for request in read_step(output).requests:
+            if request.replaces:
+                self._tables[request.request_id] = []
+            self._tables[request.request_id] += request.block_ids
+            self._check(request.request_id, request.computed_tokens, request.new_tokens)
         return sorted(self._reported)
 
     def _check(self, name: str, computed: int, scheduled: int) -> None:

@@ -99,6 +99,7 @@ def output(
             resumed_req_ids=set(),
         ),
         preempted_req_ids=set(preempted),
+        finished_req_ids=set(),
     )
 
 
