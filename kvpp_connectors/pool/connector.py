@@ -63,6 +63,7 @@ class AscendStoreConnector(ConnectorShell):
         self._scheduler.use(
             name_objects(self._vllm_config, self._kv_cache_config, self._facts, metadata)
         )
+        self._backend.wait_at_start()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int

@@ -26,13 +26,15 @@ __all__ = ["GuardedBackend"]
 
 logger = get_logger(__name__)
 
+_START_S = 10.0
 _JOIN_S = 15.0  # Mooncake's longest set-up
 
 
 class GuardedBackend:
     """A Backend that never keeps anybody waiting for a store that is known to be gone.
 
-    Starts a thread that connects at once; nothing waits for it but ``wait_ready``.
+    Starts a thread that connects at once; nothing waits for it but ``wait_ready`` and
+    ``wait_at_start``.
     """
 
     def __init__(
@@ -75,6 +77,11 @@ class GuardedBackend:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the store answers; False if it did not in time, and the loop goes on."""
         return self._breaker.wait_closed(timeout_s)
+
+    def wait_at_start(self) -> None:
+        """Wait a while for the store, so that the first requests are found and saved, too."""
+        if not self.wait_ready(_START_S):
+            logger.warning("no pool after %g s (%s); serving without it", _START_S, self._reason)
 
     def connect(self) -> None:
         """See Backend. For the loop; raises what the backend's does."""

@@ -31,8 +31,6 @@ __all__ = ["PoolWorker", "Ranks"]
 
 logger = get_logger(__name__)
 
-_CONNECT_S = 10.0  # at start-up, so that the first requests are saved, too
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -107,10 +105,7 @@ class PoolWorker:
             self._save_job = lambda namespace, job, copied: writer.save(
                 job.objects(self._key(namespace)), copied
             )
-        if not self._backend.wait_ready(_CONNECT_S):
-            logger.warning(
-                "no pool after %g s (%s); serving without it", _CONNECT_S, self._backend.reason
-            )
+        self._backend.wait_at_start()
         layout = self._kvpp.layout
         drafts = layout.placement.drafts if layout is not None else ()
         return PoolWorkerFacts(

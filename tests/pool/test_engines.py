@@ -1,7 +1,8 @@
 """Real engines over a real Mooncake store: what one saves another loads, to the same tokens.
 
 The store's memory is in a process of its own, so that it outlives the engines.
-Layer by layer: test_layer_order.py. What breaks while they run: test_engine_faults.py.
+Layer by layer: test_layer_order.py. What breaks while they run: test_engine_faults.py. Engines of
+unlike topologies and models: test_topologies.py.
 Field reports 3.3, 4.1, 4.2, 4.4, 4.5, 5.2 (draft caches are saved, too) and 5.3.
 """
 
@@ -15,17 +16,11 @@ from typing import Any
 import pytest
 
 from tests.engine import tiny_models
-from tests.engine.harness import (
-    Answer,
-    Request,
-    Script,
-    kvpp_off,
-    kvpp_on,
-    random_tokens,
-    start_engine,
-)
-from tests.fork_server import call_apart
+from tests.engine.harness import kvpp_off, kvpp_on
+from tests.pool import sharing
 from tests.pool.master import Master
+from tests.pool.pool_engine import MTP, transfer
+from tests.pool.sharing import LOADED, Ran, assert_missed
 from tests.pool.store_process import StoreProcess, lent_pool
 
 pytestmark = [
@@ -33,14 +28,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("patient_clients"),
 ]
-
-LENGTHS = (100, 64, 200, 30)
-BLOCK = 16
-PROMPTS = [random_tokens(seed, length) for seed, length in enumerate(LENGTHS)]
-SCRIPT = Script(tuple(Request(prompt, max_tokens=8) for prompt in PROMPTS))
-WHOLE = sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-# A prompt of whole blocks is loaded but for its last token.
-LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -57,71 +44,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write(folder, replace(tiny_models.SHARED, drafts=1))
 
 
-def transfer(pool: StoreProcess, **extra: Any) -> dict[str, Any]:
-    """A kv_transfer_config of our connector. The lookup may take its time on a busy machine."""
-    settings = {"master_server_address": pool.master.address, "global_segment_size": 0}
-    return {
-        "kv_connector": "AscendStoreConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "mooncake": settings,
-            "lookup_deadline_s": 30.0,
-            "lookup_wait_s": 1.0,
-            **extra,
-        },
-    }
-
-
-def run(
-    model: Path, config: dict[str, Any], transfer_config: dict[str, Any] | None, tp: int = 2
-) -> list[Answer]:
-    """The script's answers in an engine and a process of its own."""
-    return call_apart(answer, model, config, transfer_config, tp)
-
-
-def answer(
-    model: Path, config: dict[str, Any], transfer_config: dict[str, Any] | None, tp: int
-) -> list[Answer]:
-    """The script's answers in an engine of its own, which has saved all that it is to save."""
-    options: dict[str, Any] = {"speculative_config": MTP}
-    if transfer_config is not None:
-        options["kv_transfer_config"] = transfer_config
-    with start_engine(model, config, tp=tp, **options) as engine:
-        answers = engine.run(SCRIPT).answers
-        if transfer_config is not None:
-            engine.drain()
-        return answers
-
-
-MTP = {"method": "mtp", "num_speculative_tokens": 1}
+def run(model: Path, kvpp: dict[str, Any], pool: dict[str, Any] | None = None, tp: int = 2) -> Ran:
+    """What came of the prompts in an engine of its own, which drafts."""
+    return sharing.run(model, kvpp, pool, tp=tp, speculative_config=MTP)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     """What an engine without a pool answers."""
-    return tokens(run(model, kvpp_off(), None))
-
-
-def tokens(answers: list[Answer]) -> list[list[int]]:
-    """The tokens alone: logprobs may differ in the last bit with how a prompt is cut."""
-    return [answer.tokens for answer in answers]
-
-
-def cached(answers: list[Answer]) -> int:
-    """Prompt tokens that were not computed."""
-    return sum(answer.cached_tokens for answer in answers)
+    return run(model, kvpp_off()).tokens
 
 
 @pytest.mark.parametrize("load_async", [False, True], ids=["in the step", "between steps"])
 def test_what_one_kvpp_engine_saves_another_loads(
     model: Path, expected: list[list[int]], pool: StoreProcess, load_async: bool
 ) -> None:
-    config = transfer(pool, load_async=load_async, model_id=f"kvpp-{load_async}")
+    config = transfer(pool.master.address, load_async=load_async, model_id=f"kvpp-{load_async}")
     first = run(model, kvpp_on(), config)
-    assert (tokens(first), cached(first)) == (expected, 0)
+    assert first.tokens == expected
+    assert_missed(first)
     second = run(model, kvpp_on(), config)
-    assert (tokens(second), cached(second)) == (expected, LOADED)
+    assert (second.tokens, second.cached) == (expected, LOADED)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -141,12 +84,12 @@ def test_a_lost_store_costs_time_only(model: Path, expected: list[list[int]], wa
     master = Master()
     store = StoreProcess(master, "512MB")
     try:
-        config = transfer(store, model_id=way, **WAYS[way])
-        assert tokens(run(model, kvpp_on(), config)) == expected
+        config = transfer(master.address, model_id=way, **WAYS[way])
+        assert run(model, kvpp_on(), config).tokens == expected
         store.stop()
         store = StoreProcess(master, "256MB")
-        assert tokens(run(model, kvpp_on(), config)) == expected
-        assert tokens(run(model, kvpp_on(), config)) == expected
+        assert run(model, kvpp_on(), config).tokens == expected
+        assert run(model, kvpp_on(), config).tokens == expected
     finally:
         store.stop()
         master.stop()
@@ -159,12 +102,14 @@ def test_engines_without_kvpp_share_over_their_ranks_and_never_with_kvpp(
     """Property S11, field report 3.3. Two ranks that keep the same bytes share the saving; one rank
     loads it all. An engine with KVPP finds nothing of it, and they nothing of what it saves.
     """
-    config = transfer(pool, use_layerwise=layerwise, model_id=f"replicated {layerwise}")
+    config = transfer(
+        pool.master.address, use_layerwise=layerwise, model_id=f"replicated {layerwise}"
+    )
     for kvpp, tp, hits in (
         (kvpp_off(), 2, 0),
         (kvpp_on(), 2, 0),
         (kvpp_off(), 1, LOADED),
         (kvpp_on(), 2, LOADED),
     ):
-        answers = run(model, kvpp, config, tp)
-        assert (tokens(answers), cached(answers)) == (expected, hits)
+        ran = run(model, kvpp, config, tp)
+        assert (ran.tokens, ran.cached) == (expected, hits)

@@ -6,17 +6,17 @@ One engine saves, a fresh one loads, for all tests. Field reports 5.2 and 5.3.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine import tiny_models
-from tests.engine.harness import Request, Script, kvpp_off, kvpp_on, random_tokens, start_engine
-from tests.fork_server import call_apart
+from tests.engine.harness import kvpp_off, kvpp_on
 from tests.pool.master import wait_until
-from tests.pool.pool_engine import MTP, PoolEngine, counted, transfer
+from tests.pool.pool_engine import MTP, PoolEngine, transfer
+from tests.pool.sharing import LOADED, PROMPTS, assert_missed, run
 from tests.pool.store_faults import EXTENSION, Gate
 from tests.pool.store_process import StoreProcess, lent_pool
 
@@ -26,25 +26,10 @@ pytestmark = [
     pytest.mark.usefixtures("patient_clients"),
 ]
 
-LENGTHS = (100, 64, 200, 30)
-BLOCK = 16
-PROMPTS = [random_tokens(seed, length) for seed, length in enumerate(LENGTHS)]
-SCRIPT = Script(tuple(Request(prompt, max_tokens=8) for prompt in PROMPTS))
-# A prompt of whole blocks is loaded but for its last token.
-LOADED = sum(min(length // BLOCK * BLOCK, length - 1) for length in LENGTHS)
 BOUND_S = 120.0
 
 TARGET = tiny_models.SHARED  # sparse: components of unlike sizes
 DRAFTING: dict[str, Any] = {"speculative_config": MTP}
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What came of the script in an engine of its own."""
-
-    tokens: list[list[int]]  # logprobs may differ in the last bit with how a prompt is cut
-    cached: int  # prompt tokens that were not computed
-    lookups: dict[str, int]  # counters of the scheduler half
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
     """What an engine without a pool answers."""
-    return run(model, kvpp_off(), None, tp=1, **DRAFTING).tokens
-
-
-def run(
-    model: Path, kvpp: dict[str, Any], pool_config: dict[str, Any] | None, **options: Any
-) -> Ran:
-    """The script in an engine and a process of its own, which has saved all that it is to save."""
-    return call_apart(_run, model, kvpp, pool_config, options)
-
-
-def _run(
-    model: Path, kvpp: dict[str, Any], config: dict[str, Any] | None, options: dict[str, Any]
-) -> Ran:
-    with start_engine(model, kvpp, **options, kv_transfer_config=config) as engine:
-        lookups = {} if config is None else counted(engine._scheduler.connector._stats)
-        answers = engine.run(SCRIPT).answers
-        engine.drain()
-    return Ran(
-        [answer.tokens for answer in answers],
-        sum(answer.cached_tokens for answer in answers),
-        dict(lookups),
-    )
-
-
-def assert_missed(ran: Ran) -> None:
-    """It looked for its blocks, found none, and met no error."""
-    assert ran.cached == 0
-    assert ran.lookups["lookup_blocks_asked"] > 0
-    wrong = [name for name in ran.lookups if "failed" in name or "unavailable" in name]
-    assert (ran.lookups.get("lookup_blocks_hit", 0), wrong) == (0, [])
+    return run(model, kvpp_off(), tp=1, **DRAFTING).tokens
 
 
 @pytest.fixture(scope="module")

@@ -290,6 +290,7 @@ class Site:
         connector = self._scheduler.connector
         for child in getattr(connector, "_connectors", [connector]):
             if type(child).__name__ == "AscendStoreConnector":
+                child._backend.wait_at_start = lambda: None
                 self._pool = child._scheduler
                 self._pool._lookup.close()
                 self._pool._lookup = self.lookup
