@@ -7,28 +7,35 @@ decode step reads all of its requests' history and adds one token to each.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from kvpp_core.errors import PlanError
-from kvpp_core.group import KvppGroup
+__all__ = ["HeadExchange", "HeadGroup"]
 
-__all__ = ["HeadExchange"]
+
+class HeadGroup(Protocol):
+    """The ranks that share a model's heads: vLLM's tensor parallel group.
+
+    The model's own group, because a layer waits for each call: it has the engine's quickest way for
+    small tensors, and no broadcast is ever met in it.
+    """
+
+    world_size: int
+    rank_in_group: int
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """All ranks' tensors, concatenated in rank order."""
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors. ``input_`` may be overwritten."""
 
 
 class HeadExchange:
     """One rank's end. For the thread that runs the model; every call is collective."""
 
-    def __init__(self, group: KvppGroup) -> None:
-        """Use the group's exchange process group, so that no broadcast is met on the way.
-
-        Raises:
-            PlanError: the group was made without one.
-        """
-        if group.exchange is None:
-            raise PlanError("the KVPP group was made without a process group for queries")
-        self._ranks, self._rank, self._process_group = group.ranks, group.rank, group.exchange
+    def __init__(self, group: HeadGroup) -> None:
+        self._group = group
         self.bytes = 0  # over the group: queries to the owners and results from them
 
     def attend(
@@ -48,20 +55,18 @@ class HeadExchange:
                 (tokens, all heads, width). It must treat every head by itself.
 
         Returns:
-            (tokens, heads of this rank, width).
+            (tokens, heads of this rank, width), contiguous.
         """
-        query, root = query.contiguous(), self._ranks[owner]
         tokens, heads, _ = query.shape
-        mine = query.new_empty((tokens, heads, width))
-        others = len(self._ranks) - 1
-        self.bytes += others * (query.nbytes + mine.nbytes)
-        if self._rank != owner:
-            dist.gather(query, None, root, group=self._process_group)
-            dist.scatter(mine, None, root, group=self._process_group)
-            return mine
-        # Whatever order the group gathers in, it scatters in the same.
-        queries = [torch.empty_like(query) for _ in self._ranks]
-        dist.gather(query, queries, root, group=self._process_group)
-        results = attention(torch.cat(queries, dim=1)).split(heads, dim=1)
-        dist.scatter(mine, [r.contiguous() for r in results], root, group=self._process_group)
-        return mine
+        ranks, rank = self._group.world_size, self._group.rank_in_group
+        # Not a gather to the owner: vLLM's over shared memory does not hold back a rank that is
+        # calls ahead, and a rank that owns nothing for a while gets stuck.
+        whole = self._group.all_gather(query.contiguous(), 1)
+        if rank == owner:
+            results = attention(whole)
+        else:
+            results = query.new_zeros((tokens, ranks * heads, width))
+        self.bytes += (ranks - 1) * (whole.nbytes + results.nbytes)
+        # One summand is not zero: no rounding, whatever the order of the sum.
+        mine = self._group.all_reduce(results)[:, rank * heads : (rank + 1) * heads]
+        return mine.contiguous()

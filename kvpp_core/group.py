@@ -30,7 +30,6 @@ class KvppGroup:
     rank: int  # this process's group rank
     data: dist.ProcessGroup
     control: dist.ProcessGroup
-    exchange: dist.ProcessGroup | None = None  # for queries and results, of decode at the owner
 
     @property
     def size(self) -> int:
@@ -77,9 +76,8 @@ class KvppGroup:
 
     def close(self) -> None:
         """Destroy both process groups. No collective may be under way."""
-        for group in (self.data, self.control, self.exchange):
-            if group is not None:
-                dist.destroy_process_group(group)
+        for group in (self.data, self.control):
+            dist.destroy_process_group(group)
 
 
 def make_group(
@@ -87,24 +85,21 @@ def make_group(
     global_rank: int,
     backend: str,
     timeout: float,
-    *,
-    with_exchange: bool = False,
 ) -> KvppGroup:
     """Create the process groups of every KVPP group, and return this rank's.
 
     Every rank of the world must call this with the same ``all_groups`` (global ranks): ranks that
     create their own groups only, one call each, cross-talk silently. ``timeout`` (seconds) bounds
-    each collective. ``with_exchange``, too, must be the same everywhere.
+    each collective.
 
     Raises:
         PlanError: this rank is in no group, or in two.
     """
     mine: list[KvppGroup] = []
     for ranks in all_groups:
-        backends = (backend, "gloo", backend) if with_exchange else (backend, "gloo")
         groups = [
             dist.new_group(list(ranks), backend=name, timeout=timedelta(seconds=timeout))
-            for name in backends
+            for name in (backend, "gloo")
         ]
         if global_rank in ranks:
             mine.append(KvppGroup(tuple(ranks), list(ranks).index(global_rank), *groups))

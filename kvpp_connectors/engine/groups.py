@@ -20,9 +20,7 @@ def all_groups(world_size: int, tp: int, pcp: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, world_size, size)]
 
 
-def create(
-    tp: int, pcp: int, device: torch.device, timeout: float, *, with_exchange: bool = False
-) -> KvppGroup:
+def create(tp: int, pcp: int, device: torch.device, timeout: float) -> KvppGroup:
     """Create the groups of all replicas and stages, and warm this one up. Collective.
 
     The warm-up lets a communicator allocate its buffers before vLLM measures free memory, so that
@@ -30,6 +28,6 @@ def create(
     """
     backend = "gloo" if device.type == "cpu" else dist.get_backend()
     groups = all_groups(dist.get_world_size(), tp, pcp)
-    group = make_group(groups, dist.get_rank(), backend, timeout, with_exchange=with_exchange)
+    group = make_group(groups, dist.get_rank(), backend, timeout)
     group.broadcast(torch.zeros(1, dtype=torch.int8, device=device), 0).wait()
     return group

@@ -86,7 +86,6 @@ class KvppWorkerMixin:
             self.device,
             # A receiver waits for the owner's load and for the bytes.
             options.transfer_timeout_s + options.load_timeout_s,
-            with_exchange=options.decode is DecodePolicy.OWNER,
         )
         self._kvpp_serve_metrics()
         # Taken now, so that vLLM's memory measurement sees it.
@@ -234,13 +233,14 @@ class KvppWorkerMixin:
         Raises:
             KvppError: an attention implementation is not known to take it.
         """
-        assert self._kvpp_group is not None
+        from vllm.distributed.parallel_state import get_tp_group
+
         owners = {
             component.name: owner
             for bundle, owner in zip(placement.bundles, placement.owners, strict=True)
             for component in bundle.components
         }
-        return OwnerDecode(HeadExchange(self._kvpp_group), self._kvpp_layers(), owners)
+        return OwnerDecode(HeadExchange(get_tp_group()), self._kvpp_layers(), owners)
 
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context

@@ -73,8 +73,8 @@ def test_answers_are_equal_to_the_last_bit(runs: Runs, name: str) -> None:
 
 
 def test_bytes_of_a_decode_step_depend_on_heads_and_not_on_context(runs: Runs) -> None:
-    """The query and the result of the rank that does not own the layer, and no broadcast."""
-    expected = DECODES * LAYERS * (HEADS // 2) * (QUERY + RESULT) * FLOAT
+    """All heads' queries and results once for each rank but one, and no broadcast."""
+    expected = DECODES * LAYERS * HEADS * (QUERY + RESULT) * FLOAT
     assert runs.by_context == [{"exchanged_bytes": expected, "bytes_total": 0}] * len(CONTEXTS)
 
 
