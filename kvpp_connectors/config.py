@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpp_connectors.problems import Problem
 from kvpp_core.ownership import OwnershipPolicy
-from kvpp_core.policy import BroadcastPolicy, DecodePolicy
+from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
 __all__ = ["SWITCH", "KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
 
@@ -27,6 +27,25 @@ OPTIONS = "kvpp"
 _TYPING_ERROR = 0.85  # two letters swapped or one wrong; enable_kv_nz, of others, is at 0.78
 _LONGEST_WAIT_S = 86_400  # a day
 _RETIRED = {"kvpp_size": "the group is always TP x PCP"}
+
+
+class BroadcastCost(BaseModel):
+    """What a broadcast costs, in place of what is measured at start-up."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    latency_s: float = Field(gt=0, le=1, description="seconds of one message")
+    per_range_s: float = Field(gt=0, le=1, description="seconds of each further message")
+    bytes_per_s: float = Field(gt=0, description="of the broadcast")
+    packed_bytes_per_s: float = Field(
+        gt=0, description="of gathering on the owner, then scattering on the others"
+    )
+
+    def model(self) -> CostModel:
+        """For the core."""
+        return CostModel(
+            self.latency_s, self.per_range_s, self.bytes_per_s, self.packed_bytes_per_s
+        )
 
 
 class KvppOptions(BaseModel):
@@ -40,6 +59,11 @@ class KvppOptions(BaseModel):
         description="auto: the cheapest of full, runs and packed for each layer and step; full: "
         "the specification's complete bundles; active: never full; runs, packed: always that "
         "(to measure)",
+    )
+    broadcast_cost: BroadcastCost | None = Field(
+        default=None,
+        description="what a broadcast costs, by which `auto` chooses: an object of latency_s, "
+        "per_range_s, bytes_per_s, packed_bytes_per_s; measured at start-up if left out",
     )
     decode: DecodePolicy = Field(
         default=DecodePolicy.BROADCAST,

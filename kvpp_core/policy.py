@@ -27,7 +27,6 @@ __all__ = [
     "Mode",
     "blocks_per_message",
     "choose_mode",
-    "cost_model",
     "find_runs",
     "mode_bytes",
 ]
@@ -61,7 +60,7 @@ class DecodePolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a broadcast costs on one backend: seconds, and bytes per second."""
+    """What a broadcast costs in one group: seconds, and bytes per second (see calibration.py)."""
 
     latency: float  # of one message
     per_range: float  # of each further message of the same bundle
@@ -73,23 +72,11 @@ class CostModel:
         seconds = self.latency + (messages - 1) * self.per_range + nbytes / self.bandwidth
         return seconds + nbytes / self.pack_bandwidth if mode is Mode.PACKED else seconds
 
-
-# The constants of the cost model, all in one place. gloo: fitted on two cores over loopback
-# (docs/design.md); the two accelerator rows are estimates from published figures, not measured.
-_COSTS: dict[tuple[str, int], CostModel] = {
-    ("gloo", 2): CostModel(0.44e-3, 0.18e-3, 2.8e9, 4.4e9),
-    ("gloo", 4): CostModel(1.0e-3, 0.77e-3, 1.0e9, 2.1e9),
-    ("nccl", 2): CostModel(30e-6, 15e-6, 150e9, 600e9),
-    ("hccl", 2): CostModel(50e-6, 25e-6, 78e9, 400e9),
-}
-
-
-def cost_model(backend: str, ranks: int) -> CostModel:
-    """The constants for a backend; an unknown one counts as gloo, larger groups as the largest."""
-    name = backend if any(known == backend for known, _ in _COSTS) else "gloo"
-    sizes = sorted(size for known, size in _COSTS if known == name)
-    size = next((size for size in sizes if size >= ranks), sizes[-1])
-    return _COSTS[name, size]
+    def __str__(self) -> str:
+        return (
+            f"{self.latency * 1e3:.3g} ms a message, {self.per_range * 1e3:.3g} ms each further "
+            f"one, {self.bandwidth / 1e9:.3g} GB/s, packing {self.pack_bandwidth / 1e9:.3g} GB/s"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +139,12 @@ def choose_mode(
     can_pack = staging_bytes >= bundle.bytes_per_block
     if policy is BroadcastPolicy.PACKED:
         return Mode.PACKED if can_pack else Mode.RUNS
-    messages = {Mode.RUNS: len(history.runs) * len(bundle.components)}
-    if can_pack:
-        messages[Mode.PACKED] = -(-len(history.blocks) // blocks_per_message(bundle, staging_bytes))
+    messages = {}  # the first of equals is taken
     if policy is BroadcastPolicy.AUTO and 2 * len(history.blocks) > history.num_blocks:
         messages[Mode.FULL] = 1
+    messages[Mode.RUNS] = len(history.runs) * len(bundle.components)
+    if can_pack:
+        messages[Mode.PACKED] = -(-len(history.blocks) // blocks_per_message(bundle, staging_bytes))
     return min(
         messages,
         key=lambda mode: cost.seconds(mode, mode_bytes(mode, bundle, history), messages[mode]),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,25 @@ from kvpp_core.layout import RankLayout
 from kvpp_core.policy import History, Mode, blocks_per_message
 
 __all__ = ["BundleTransfer"]
+
+
+_SLICES, _SLICE_BYTES = 4, 2 << 20  # at most so many, of at least so much
+
+_Views = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Some of the active blocks, packed."""
+
+    ids: torch.Tensor
+    message: torch.Tensor
+    views: _Views
+
+    def scatter(self) -> None:
+        """From the message to the same block ids."""
+        for rows, place in self.views:
+            rows.index_copy_(0, self.ids, place)
 
 
 class BundleTransfer:
@@ -67,20 +88,51 @@ class BundleTransfer:
     def _start_packed(self, ordinal: int, index: torch.Tensor) -> None:
         bundle = self._layout.placement.bundles[ordinal]
         per_message = blocks_per_message(bundle, self._staging.numel())
+        owner = self._layout.placement.owners[ordinal]
         for ids in index.split(per_message):
-            message = self._staging[: len(ids) * bundle.bytes_per_block]
-            views = self._staged(ordinal, message, len(ids))
+            slices = self._slices(ordinal, ids)
             what = self._what(ordinal, f"{len(ids)} packed blocks")
-            if self._layout.placement.owners[ordinal] == self._group.rank:
-                self._stream.run(_gather(views, ids), f"gathering for {what}")
-                self._send([message], ordinal, f"{len(ids)} packed blocks")
+            if owner == self._group.rank:
+                self._stream.collective(partial(self._pack, slices, owner), what)
             else:
-                self._send([message], ordinal, f"{len(ids)} packed blocks")
-                self._stream.run(_scatter(views, ids), f"scattering {what}")
+                self._unpack(slices, owner, what)
 
-    def _staged(
-        self, ordinal: int, message: torch.Tensor, blocks: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pack(self, slices: Sequence[_Slice], owner: int) -> Work:
+        """Gather a slice while the one before is on its way."""
+        works = []
+        for piece in slices:
+            for rows, place in piece.views:
+                torch.index_select(rows, 0, piece.ids, out=place)
+            works.append(self._group.broadcast(piece.message, owner))
+        return _Together(works)
+
+    def _unpack(self, slices: Sequence[_Slice], owner: int, what: str) -> None:
+        """Receive all; scatter a slice while the next ones are on their way."""
+        works: list[Work] = []
+
+        def receive() -> Work:
+            works.extend(self._group.broadcast(piece.message, owner) for piece in slices)
+            return works[0]
+
+        self._stream.collective(receive, what)
+        for number, piece in enumerate(slices):
+            if number:
+                self._stream.collective(partial(works.__getitem__, number), what)
+            self._stream.run(piece.scatter, f"scattering {what}")
+
+    def _slices(self, ordinal: int, ids: torch.Tensor) -> list[_Slice]:
+        """The parts that staging memory is sent in; the same on every rank."""
+        bundle = self._layout.placement.bundles[ordinal]
+        total = len(ids) * bundle.bytes_per_block
+        count = min(max(total // _SLICE_BYTES, 1), _SLICES)
+        slices, offset = [], 0
+        for part in ids.split(-(-len(ids) // count)):
+            message = self._staging[offset : offset + len(part) * bundle.bytes_per_block]
+            slices.append(_Slice(part, message, self._staged(ordinal, message, len(part))))
+            offset += message.numel()
+        return slices
+
+    def _staged(self, ordinal: int, message: torch.Tensor, blocks: int) -> _Views:
         """(cache rows, their place in the message) of every component."""
         places, offset = [], 0
         for rows in self._components(ordinal):
@@ -144,23 +196,3 @@ def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, tor
         if all(start % dtype.itemsize == 0 for start in chain.from_iterable(starts)):
             return rows.view(dtype), place.view(dtype)
     return rows, place
-
-
-def _gather(
-    views: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: torch.Tensor
-) -> Callable[[], None]:
-    def gather() -> None:
-        for rows, place in views:
-            torch.index_select(rows, 0, ids, out=place)
-
-    return gather
-
-
-def _scatter(
-    views: Sequence[tuple[torch.Tensor, torch.Tensor]], ids: torch.Tensor
-) -> Callable[[], None]:
-    def scatter() -> None:
-        for rows, place in views:
-            rows.index_copy_(0, ids, place)
-
-    return scatter

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpp_connectors.cli.gloo_ranks import broadcast_costs, run_ranks
 from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
@@ -62,6 +63,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield from _libraries()
     yield from _vllm()
+    yield Finding("a broadcast among 2 ranks, gloo", run_ranks(2, broadcast_costs))
 
 
 def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:

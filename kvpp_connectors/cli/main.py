@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvpp_connectors.cli.bench import bench_broadcast
+from kvpp_connectors.cli.bench_broadcast import bench_broadcast
 from kvpp_connectors.cli.bench_p2p import bench_p2p
 from kvpp_connectors.cli.bench_pool import bench_pool
 from kvpp_connectors.cli.bench_step import bench_step

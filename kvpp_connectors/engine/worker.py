@@ -6,6 +6,7 @@ each layer, and the begin and end of a step. Everything else stays vLLM's.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from kvpp_connectors.engine.steps import read_step
 from kvpp_connectors.host import own_host
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.registry import KvppFacts, layer_loads, publish
+from kvpp_core.calibration import measure_costs
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.device import make_device
 from kvpp_core.errors import PlanError
@@ -36,7 +38,7 @@ from kvpp_core.history import BlockHistory, ScheduledStep
 from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
-from kvpp_core.policy import BroadcastPolicy, DecodePolicy, cost_model
+from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 from kvpp_core.stats import PipelineStats
 
 __all__ = ["KvppWorkerMixin"]
@@ -65,6 +67,7 @@ class KvppWorkerMixin:
 
     _kvpp_group: KvppGroup | None = None
     _kvpp_staging: torch.Tensor
+    _kvpp_cost: CostModel
     _kvpp_placement: Placement
     _kvpp_pipeline: Pipeline | None = None
     _kvpp_metrics: MetricsPage | None = None
@@ -92,6 +95,7 @@ class KvppWorkerMixin:
         self._kvpp_staging = torch.zeros(
             options.staging_bytes, dtype=torch.int8, device=self.device
         )
+        self._kvpp_cost = self._kvpp_find_cost()
 
     def determine_available_memory(self) -> int:
         """What the KVPP capacity would take without KVPP (section 2.2), in bytes.
@@ -259,6 +263,18 @@ class KvppWorkerMixin:
         run = {"num_blocks": layout.num_blocks, **options.model_dump(mode="json")}
         agree(self._kvpp_manifest, run, self._kvpp_group.ranks, self._kvpp_group.all_gather_bytes)
 
+    def _kvpp_find_cost(self) -> CostModel:
+        """What a broadcast costs in this group: as the options say, or measured."""
+        options, group = self._kvpp_options, self._kvpp_group
+        assert group is not None
+        if options.broadcast_cost is not None:
+            return options.broadcast_cost.model()
+        started = time.monotonic()
+        timeout = options.transfer_timeout_s
+        cost = measure_costs(group, make_device(self.device.type, timeout), self.device, timeout)
+        logger.info("a broadcast costs %s (measured in %.2g s)", cost, time.monotonic() - started)
+        return cost
+
     def _kvpp_start(self, layout: RankLayout) -> None:
         assert self._kvpp_group is not None
         options = self._kvpp_options
@@ -270,7 +286,7 @@ class KvppWorkerMixin:
             device=make_device(self.device.type, options.transfer_timeout_s),
             settings=PipelineSettings(
                 policy=options.broadcast,
-                cost=cost_model(self._kvpp_group.backend, self._kvpp_group.size),
+                cost=self._kvpp_cost,
                 transfer_timeout=options.transfer_timeout_s,
                 load_timeout=options.load_timeout_s,
                 poison_scratch=options.poison_scratch,

@@ -13,7 +13,7 @@ import pytest
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.byte_check import Seen
 from tests.core.gloo_world import GlooWorld
-from tests.core.test_broadcast_bytes import run_steps
+from tests.core.test_broadcast_bytes import run_sliced, run_steps
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +39,8 @@ def test_every_byte_is_the_owners_whenever_streams_run(
     late_world: GlooWorld, policy: BroadcastPolicy
 ) -> None:
     assert late_world.run(run_steps, policy, 5, kind="npu") == [Seen([], [])] * 2
+
+
+@pytest.mark.parametrize("staging_blocks", [1.0, 20.0])
+def test_slices_of_packed_blocks_do_not_mix(late_world: GlooWorld, staging_blocks: float) -> None:
+    assert late_world.run(run_sliced, "npu", staging_blocks) == [Seen([], [])] * 2

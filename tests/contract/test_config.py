@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from kvpp_connectors.config import KvppOptions, nearest, read_settings
 from kvpp_connectors.problems import Problem, Severity
 from kvpp_core.ownership import OwnershipPolicy
-from kvpp_core.policy import BroadcastPolicy, DecodePolicy
+from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
 INFINITY = float("inf")
+
+COST = {"latency_s": 1e-4, "per_range_s": 2e-5, "bytes_per_s": 1e9, "packed_bytes_per_s": 2e9}
 
 # option: (good values with what they are read as, bad values)
 VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
@@ -30,6 +32,10 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
     "ownership": (
         {policy.value: policy for policy in OwnershipPolicy},
         ["layers", 0, False, None, [], {}],
+    ),
+    "broadcast_cost": (
+        {None: None},
+        ["measured", 1, True, []],
     ),
     "staging_bytes": ({0: 0, 1: 1, 1 << 40: 1 << 40}, [-1, "32MiB", "1", 1.5, 2.0, True, None, []]),
     "reserve_bytes": ({0: 0, 1 << 30: 1 << 30}, [-1, "1GiB", 0.5, False, None, {}]),
@@ -59,6 +65,32 @@ def only(problems: list[Problem]) -> Problem:
     return problem
 
 
+def test_the_costs_of_a_broadcast_may_be_given() -> None:
+    settings, problems = read_settings({"kvpp": {"broadcast_cost": COST}})
+    assert problems == [] and settings.options.broadcast_cost is not None
+    assert settings.options.broadcast_cost.model() == CostModel(1e-4, 2e-5, 1e9, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"latency_s": -1}, "latency_s"),
+        ({"latncy_s": 1}, "latncy_s"),
+        ({"per_range_s": 2}, "per_range_s"),
+        ({"bytes_per_s": 0}, "bytes_per_s"),
+        ({"packed_bytes_per_s": "4 GB"}, "packed_bytes_per_s"),
+    ],
+)
+def test_a_wrong_cost_is_named(wrong: dict[str, object], named: str) -> None:
+    problem = only(read_settings({"kvpp": {"broadcast_cost": COST | wrong}})[1])
+    assert problem.option == f"additional_config.kvpp.broadcast_cost.{named}"
+
+
+def test_every_missing_cost_is_named() -> None:
+    problems = read_settings({"kvpp": {"broadcast_cost": {"latency_s": 1e-4}}})[1]
+    assert len(problems) == len(COST) - 1
+
+
 def test_nothing_said_is_kvpp_off_with_defaults() -> None:
     configs: list[dict[str, Any]] = [{}, {"kvpp": {}}, {"enable_kvpp": False}]
     for nothing in configs:
@@ -73,6 +105,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "broadcast": "auto",
         "decode": "broadcast",
         "ownership": "count",
+        "broadcast_cost": None,
         "staging_bytes": 33_554_432,
         "reserve_bytes": 0,
         "alignment_bytes": 1,

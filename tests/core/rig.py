@@ -16,7 +16,7 @@ from kvpp_core.device.base import Device, Fence, Work
 from kvpp_core.device.cpu import CpuDevice
 from kvpp_core.group import KvppGroup, make_group
 from kvpp_core.pipeline import Pipeline, PipelineSettings
-from kvpp_core.policy import BroadcastPolicy, cost_model
+from kvpp_core.policy import BroadcastPolicy, CostModel
 from tests.core.gloo_world import Rank
 from tests.core.rank_memory import UNALIGNED, Model, RankMemory, uneven_model
 from tests.core.simulated_device import Breaks, SimulatedDevice
@@ -26,6 +26,7 @@ __all__ = [
     "ACTIVE",
     "CONTROLLED",
     "DEVICES",
+    "GLOO",
     "NUM_BLOCKS",
     "PATIENCE",
     "QUEUING",
@@ -39,6 +40,8 @@ __all__ = [
     "rig",
 ]
 
+# Two ranks on two cores over loopback.
+GLOO = CostModel(latency=0.44e-3, per_range=0.18e-3, bandwidth=2.8e9, pack_bandwidth=4.4e9)
 PATIENCE = 30.0  # seconds, the bound of every wait that is expected to end
 NUM_BLOCKS = 6
 ACTIVE = (0, 1, 4)  # a run of two and a single block
@@ -263,9 +266,7 @@ def make_rig(
         device = CpuDevice(timeout)
     elif device == "simulated" or device == "npu":
         device = controlled(device)
-    settings = PipelineSettings(
-        policy, cost_model("gloo", group.size), timeout, load_timeout, poison_scratch
-    )
+    settings = PipelineSettings(policy, GLOO, timeout, load_timeout, poison_scratch)
     memory = RankMemory(placement, num_blocks, guard, "npu" if on_npu else "cpu")
     built = Rig(memory, group, device, settings, staging_blocks)
     built.memory.store_owned(1)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from kvpp_core import transfer
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.policy import BroadcastPolicy
 from kvpp_core.transfer import BundleTransfer
@@ -85,10 +86,17 @@ def run_random_models(rank: Rank, seed: int, cases: int) -> Seen:
         for generation in range(2, 5):
             active = sorted(draw.sample(range(blocks), draw.randint(1, blocks)))
             name = f"case {case} of seed {seed} ({r.settings.policy}, {active} of {blocks})"
-            check_step(r, name, active, generation, seen)
+            with mock.patch.object(transfer, "_SLICE_BYTES", draw.choice([1, 100, 2 << 20])):
+                check_step(r, name, active, generation, seen)
         rank.barrier()
         r.close()
     return seen
+
+
+def run_sliced(rank: Rank, kind: DeviceKind, staging_blocks: float) -> Seen:
+    """`run_steps` with every packed message in as many slices as there may be."""
+    with mock.patch.object(transfer, "_SLICE_BYTES", 1):
+        return run_steps(rank, BroadcastPolicy.PACKED, 5, staging_blocks=staging_blocks, kind=kind)
 
 
 def _random_model(draw: random.Random) -> Model:
@@ -120,6 +128,11 @@ def test_four_ranks_hold_the_owners_bytes_and_touch_no_other(
     world4: GlooWorld, policy: BroadcastPolicy
 ) -> None:
     assert world4.run(run_steps, policy, 7) == [Seen([], [])] * 4
+
+
+@pytest.mark.parametrize("staging_blocks", [1.0, 3.0, 20.0])
+def test_slices_of_packed_blocks_do_not_mix(world4: GlooWorld, staging_blocks: float) -> None:
+    assert world4.run(run_sliced, "cpu", staging_blocks) == [Seen([], [])] * 4
 
 
 @pytest.mark.parametrize("policy", POLICIES)
