@@ -9,10 +9,9 @@ from typing import Literal
 
 from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome, Result
 
-__all__ = ["FAULTS", "Fault", "FaultyStore", "Move", "What"]
+__all__ = ["Fault", "FaultyStore", "Move", "What"]
 
 What = Literal["hold", "fail", "drop", "twice", "reverse"]
-FAULTS: tuple[What, ...] = ("hold", "fail", "drop", "twice", "reverse")
 Move = Literal["put", "get"]
 _PATIENCE = 30.0  # seconds
 

@@ -86,7 +86,7 @@ MUTATIONS = [
         "                self._results.append(result)\n",
         "                if result.reason != 'cancelled':\n"
         "                    self._results.append(result)\n",
-        S02,
+        f"{S02}::test_a_cancelled_pull_ends_early_and_releases_the_lease",
     ),
     Mutation(
         "S2", "an aborted pull is answered before its reads have ended",

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from tests.core.rig import (
 )
 
 if TYPE_CHECKING:
+    from tests.safety.faulty_store import What
     from tests.safety.site import Launch, Site
 
 How = Literal["fails", "is cancelled", "takes too long"]
@@ -206,12 +207,12 @@ class Loaded(NamedTuple):
     complaints: list[str]  # bytes that were not those in the pool
 
 
-def step_from_pool(rank: Rank, what: str, layer: int, prefetch: int) -> Loaded:
+def step_from_pool(rank: Rank, what: What | None, layer: int, prefetch: int) -> Loaded:
     """Every rank saves its layers, forgets them, and loads them in a step; ``layer`` has a fault.
 
     The fault is in the middle block of the step's. What a failed layer holds is not read.
     """
-    from tests.safety.layer_pool import job_of, layer_pool
+    from tests.safety.layer_pool import NAMESPACE, job_of, layer_pool
 
     told: list[int] = []
     with rig(rank, "cpu") as r, layer_pool(r.memory, prefetch) as pool:
@@ -221,11 +222,11 @@ def step_from_pool(rank: Rank, what: str, layer: int, prefetch: int) -> Loaded:
                 r.memory.store(ordinal, generation, ACTIVE)
             if generation == 2:
                 pool.save(job)
-        if what != "nothing" and r.owns(layer):
+        if what is not None and r.owns(layer):
             key = "" if what == "hold" else f"@{job.hashes[1].hex()}@{pool.shard.tag}"
-            fault = pool.store.inject(what, "get", key + pool.part(layer))  # type: ignore[arg-type]
+            fault = pool.store.inject(what, "get", key + pool.part(layer))
             threading.Timer(LATE, fault.open).start()
-        pool.loads.start(_namespace(), [job])
+        pool.loads.start(NAMESPACE, [job])
         fences = pool.loads.take_fences()
         r.pipeline.begin(ACTIVE, fences, guarded=fences is not None, on_load_failed=told.append)
         for ordinal in range(r.layers):
@@ -235,12 +236,6 @@ def step_from_pool(rank: Rank, what: str, layer: int, prefetch: int) -> Loaded:
                 r.read(ordinal, generation=2)
         r.pipeline.end()
         return Loaded(told, pool.loads.take_invalid_blocks(), r.complaints())
-
-
-def _namespace() -> Any:
-    from tests.safety.layer_pool import NAMESPACE
-
-    return NAMESPACE
 
 
 @pytest.mark.parametrize("layer", [0, 2, 5])
@@ -304,9 +299,9 @@ def test_a_load_that_ends_after_its_time_is_not_taken_for_good(
 
 @pytest.mark.parametrize("prefetch", [0, 1, 8])
 @pytest.mark.parametrize("layer", [0, 3, 5])
-@pytest.mark.parametrize("what", ["nothing", "hold", "fail", "drop", "twice", "reverse"])
+@pytest.mark.parametrize("what", [None, "hold", "fail", "drop", "twice", "reverse"])
 def test_a_step_from_a_pool_has_the_pools_bytes_or_says_which_it_has_not(
-    world2: GlooWorld, what: str, layer: int, prefetch: int
+    world2: GlooWorld, what: What | None, layer: int, prefetch: int
 ) -> None:
     """On every rank: bytes of all layers that are not named; the owner names the block."""
     lost = what in ("fail", "drop")
