@@ -270,7 +270,7 @@ MUTATIONS = [
         "kvpp_connectors/pool/tracking.py",
         "        self._filled.clear()\n        self.blocks, self.done, self.holds = [], 0, False\n",
         "        self.holds = False\n",
-        f"{S09}::test_preempted_requests_are_saved_from_their_own_blocks_or_not_at_all",
+        "tests/pool/test_tracking.py::test_nothing_of_a_preempted_request_is_told",
     ),
     Mutation(
         "S10", "a slot is refilled while its last reader still reads",
