@@ -14,8 +14,15 @@ from pathlib import Path
 
 from tests.ascend_sim.build import build
 
-CORE = "tests/core/test_pipeline_{}.py"
-DEFAULT = [*(CORE.format(name) for name in ("ordering", "steps", "failures")), "tests/ascend_sim"]
+DEFAULT = [
+    "tests/core/test_pipeline_steps.py",
+    "tests/core/test_pipeline_failures.py",
+    "tests/safety/test_s04_loads_and_broadcasts.py",
+    "tests/safety/test_s05_nothing_read_early.py",
+    "tests/safety/test_s07_earlier_writes.py",
+    "tests/safety/test_s10_sources_and_slots.py",
+    "tests/ascend_sim",
+]
 
 
 def main() -> None:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 
 from tests.safety.__main__ import main
-from tests.safety.mutations import Mutation
+from tests.safety.mutations import S04, S05, S07, S10, Mutation
 
 PIPELINE = "kvpp_core/pipeline.py"
 ACCELERATOR = "kvpp_core/device/accelerator.py"
-ORDERING = "tests/core/test_pipeline_ordering.py::"
-LATE_WRITE = f"{ORDERING}test_a_broadcast_covers_the_owners_earlier_late_write[npu-full]"
-LATE_READ = f"{ORDERING}test_a_slot_is_not_refilled_before_its_late_reader_is_done[npu-full]"
-LATE_TRANSFER = f"{ORDERING}test_a_layer_is_not_read_before_its_late_broadcast_has_ended[npu-full]"
-LATE_LOAD = f"{ORDERING}test_a_layer_is_broadcast_after_its_late_load[npu-0]"
+LATE_WRITE = f"{S07}::test_a_broadcast_covers_the_owners_earlier_late_write[npu-full-written]"
+LATE_READ = f"{S10}::test_a_slot_is_not_refilled_before_its_late_reader_is_done[npu-full]"
+LATE_TRANSFER = (
+    f"{S05}::test_a_layer_is_not_read_before_its_late_broadcast_has_ended[npu-full-main]"
+)
+LATE_LOAD = f"{S04}::test_a_layer_is_broadcast_after_its_late_load[npu-0]"
 
 WAIT = "        transfer.wait(self._device.compute.record(), "
 OWNED = "self._layout.placement.owners[ordinal] == self._group.rank"

@@ -27,6 +27,7 @@ __all__ = [
     "CONTROLLED",
     "DEVICES",
     "GLOO",
+    "MODES",
     "NUM_BLOCKS",
     "PATIENCE",
     "QUEUING",
@@ -35,6 +36,8 @@ __all__ = [
     "RecordingGroup",
     "Rig",
     "abandon",
+    "assert_right",
+    "assert_wrong",
     "controlled",
     "make_rig",
     "rig",
@@ -52,6 +55,8 @@ CONTROLLED: tuple[ControlledKind, ...] = ("simulated", "npu") if npu_is_there() 
 DEVICES: tuple[DeviceKind, ...] = ("cpu", *CONTROLLED)
 # Where the host goes on while a transfer waits for a load, so that one thread can do both.
 QUEUING: tuple[DeviceKind, ...] = ("cpu", "simulated")
+# Policies that move every active byte in one way each.
+MODES = (BroadcastPolicy.FULL, BroadcastPolicy.RUNS, BroadcastPolicy.PACKED)
 
 _ABANDONED: list[Rig] = []
 
@@ -293,3 +298,13 @@ def rig(
 def abandon(built: Rig) -> None:
     """Keep a rig whose collective hangs until the process ends: gloo still writes its memory."""
     _ABANDONED.append(built)
+
+
+def assert_right(results: Sequence[Sequence[str]]) -> None:
+    """No rank of a scenario read a wrong byte."""
+    assert not any(results), results
+
+
+def assert_wrong(results: Sequence[Sequence[str]], expected: str) -> None:
+    """Some rank of a scenario read wrong bytes of what it is about."""
+    assert any(expected in complaint for found in results for complaint in found), results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -21,12 +20,17 @@ class Machine(NamedTuple):
     decode_arenas: tuple[torch.Tensor, ...]
 
 
-@pytest.fixture(scope="package")
-def machine() -> Iterator[Machine]:
+def new_machine() -> Machine:
     """Eight prefill workers' and four decode workers' memory."""
     prefill = tuple(TransferEngine("127.0.0.1", "tcp") for _ in range(4))
     arenas = tuple(new_arena() for _ in range(8))
     for number, arena in enumerate(arenas):
         prefill[number % 4].register(arena.untyped_storage())
     decode = TransferEngine("127.0.0.1", "tcp")
-    yield Machine(prefill, arenas, decode, tuple(new_arena() for _ in range(4)))
+    return Machine(prefill, arenas, decode, tuple(new_arena() for _ in range(4)))
+
+
+@pytest.fixture(scope="package")
+def machine() -> Machine:
+    """One for the whole folder."""
+    return new_machine()

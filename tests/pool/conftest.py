@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,17 +30,20 @@ def master() -> Iterator[Master]:
     master.stop()
 
 
+def opened_store(kind: str, master: Callable[[], Master], folder: Path) -> Store:
+    """A store of a kind, to be closed; only some need a master."""
+    if kind == "memcache-stand-in":
+        return MemCacheStandInStore(folder)
+    return MooncakeStore(master(), packed=kind == "mooncake-packed")
+
+
 @pytest.fixture(scope="package", params=KINDS)
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Store]:
     """Every backend that can run here."""
-    opened: Store
-    if request.param == "memcache-stand-in":
-        opened = MemCacheStandInStore(tmp_path_factory.mktemp("memcache"))
-    else:
-        shared: Master = request.getfixturevalue("shared_master")
-        opened = MooncakeStore(shared, packed=request.param == "mooncake-packed")
+    folder = tmp_path_factory.mktemp("store")
+    opened = opened_store(request.param, lambda: request.getfixturevalue("shared_master"), folder)
     yield opened
     opened.close()
 

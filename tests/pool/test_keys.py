@@ -1,4 +1,4 @@
-"""Unlike engines never share a pool object, like ones always do.
+"""What a pool object is named after; that unlike engines never share one is S11 (tests/safety).
 
 Field reports 3.3 (ranks that are not equal), 3.5 (what decides bytes), 3.6 (who asks: by vLLM's
 block hashes) and 4.5 (writers and readers that name one block differently).
@@ -78,58 +78,41 @@ def manifest(
 
 KVPP = Topology.kvpp([manifest()])
 NAMES = [f"layers.{i}.attn" for i in range(5)]
-
-
-@pytest.mark.parametrize(
-    ("changed", "other"),
-    [
-        ("another organisation's model of the same base name", replace(BASE, model="foe/model")),
-        ("revision", replace(BASE, revision="v2")),
-        ("weights under the same name", replace(BASE, weights="w1")),
-        ("weights not known", replace(BASE, weights="")),
-        ("RoPE factor", replace(BASE, numbers=numbers(rope_scaling={"type": "yarn", "factor": 8}))),
-        ("number of layers", replace(BASE, numbers=numbers(num_hidden_layers=6))),
-        ("dtype of the computation", replace(BASE, model_dtype="float16")),
-        ("dtype of the cache", replace(BASE, kv_cache_dtype="fp8_e4m3")),
-        ("quantization", replace(BASE, quantization="w8a8")),
-        ("cache layout", replace(BASE, cache_layout="LBHNC")),
-        ("block size", replace(BASE, block_size=32)),
-        ("hash algorithm", replace(BASE, hash_algorithm="sha256_cbor")),
-        ("hash seed", replace(BASE, hash_seed="0")),
-        ("drafter off", replace(BASE, speculative=None)),
-        ("draft method", replace(BASE, speculative=replace(MTP, method="eagle3"))),
-        ("draft cache", replace(BASE, speculative=replace(MTP, components=(("mtp.attn", 9),)))),
-        ("draft numbers", replace(BASE, speculative=replace(MTP, numbers="n1"))),
-        ("draft weights", replace(BASE, speculative=replace(MTP, weights="d1"))),
-        ("format of objects", replace(BASE, format_version=2)),
-    ],
-)
-def test_what_decides_bytes_keeps_engines_apart(changed: str, other: Fingerprint) -> None:
-    ours, theirs = Namespace(BASE, KVPP), Namespace(other, KVPP)
-    assert not set(every_key(ours)) & set(every_key(theirs)), changed
-    assert not theirs.prefix.startswith(ours.prefix), changed
-
-
-@pytest.mark.parametrize(
-    ("changed", "other"),
-    [
-        ("KVPP off", Topology.replicated([NAMES])),
-        ("KVPP off, two stages", Topology.replicated([NAMES[:3], NAMES[3:]])),
-        ("KVPP off, heads split", Topology.replicated([NAMES], heads_split_over=2)),
-        ("group size", Topology.kvpp([manifest(ranks=3)])),
-        ("ownership", Topology.kvpp([manifest(policy=OwnershipPolicy.BYTES)])),
-        ("dtype", Topology.kvpp([manifest(dtype="fp8")])),
-        ("bytes of a component", Topology.kvpp([manifest(component_bytes=1153)])),
-        ("two stages", Topology.kvpp([manifest(range(3)), manifest(range(3, 5))])),
-        ("another split", Topology.kvpp([manifest(range(2)), manifest(range(2, 5))])),
-        ("stages in another order", Topology.kvpp([manifest(range(3, 5)), manifest(range(3))])),
-        ("three stages", Topology.kvpp([manifest(range(i, i + 1)) for i in range(3)])),
-    ],
-)
-def test_another_split_over_ranks_is_another_namespace(changed: str, other: Topology) -> None:
-    assert other.name != KVPP.name
-    ours, theirs = Namespace(BASE, KVPP), Namespace(BASE, other)
-    assert not set(every_key(ours)) & set(every_key(theirs)), changed
+# What is changed -> an engine whose objects hold other bytes under the same hashes.
+OTHER_FINGERPRINTS: dict[str, Fingerprint] = {
+    "another organisation's model of the same base name": replace(BASE, model="foe/model"),
+    "revision": replace(BASE, revision="v2"),
+    "weights under the same name": replace(BASE, weights="w1"),
+    "weights not known": replace(BASE, weights=""),
+    "RoPE factor": replace(BASE, numbers=numbers(rope_scaling={"type": "yarn", "factor": 8})),
+    "number of layers": replace(BASE, numbers=numbers(num_hidden_layers=6)),
+    "dtype of the computation": replace(BASE, model_dtype="float16"),
+    "dtype of the cache": replace(BASE, kv_cache_dtype="fp8_e4m3"),
+    "quantization": replace(BASE, quantization="w8a8"),
+    "cache layout": replace(BASE, cache_layout="LBHNC"),
+    "block size": replace(BASE, block_size=32),
+    "hash algorithm": replace(BASE, hash_algorithm="sha256_cbor"),
+    "hash seed": replace(BASE, hash_seed="0"),
+    "drafter off": replace(BASE, speculative=None),
+    "draft method": replace(BASE, speculative=replace(MTP, method="eagle3")),
+    "draft cache": replace(BASE, speculative=replace(MTP, components=(("mtp.attn", 9),))),
+    "draft numbers": replace(BASE, speculative=replace(MTP, numbers="n1")),
+    "draft weights": replace(BASE, speculative=replace(MTP, weights="d1")),
+    "format of objects": replace(BASE, format_version=2),
+}
+OTHER_TOPOLOGIES: dict[str, Topology] = {
+    "KVPP off": Topology.replicated([NAMES]),
+    "KVPP off, two stages": Topology.replicated([NAMES[:3], NAMES[3:]]),
+    "KVPP off, heads split": Topology.replicated([NAMES], heads_split_over=2),
+    "group size": Topology.kvpp([manifest(ranks=3)]),
+    "ownership": Topology.kvpp([manifest(policy=OwnershipPolicy.BYTES)]),
+    "dtype": Topology.kvpp([manifest(dtype="fp8")]),
+    "bytes of a component": Topology.kvpp([manifest(component_bytes=1153)]),
+    "two stages": Topology.kvpp([manifest(range(3)), manifest(range(3, 5))]),
+    "another split": Topology.kvpp([manifest(range(2)), manifest(range(2, 5))]),
+    "stages in another order": Topology.kvpp([manifest(range(3, 5)), manifest(range(3))]),
+    "three stages": Topology.kvpp([manifest(range(i, i + 1)) for i in range(3)]),
+}
 
 
 def test_all_splits_are_pairwise_different() -> None:

@@ -1,4 +1,7 @@
-"""Blocks saved into every store and loaded back, byte by byte what their rank keeps."""
+"""Blocks saved into every store and loaded back, byte by byte what their rank keeps.
+
+That another's object is never loaded is S11 (tests/safety).
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,9 @@ from kvpp_connectors.pool.objects import (
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_core.errors import KvppError
 from tests.core.rank_memory import RankMemory, uneven_model
+from tests.pool.block_stores import LAYERS, RANKS, STAGING, objects, opened
 from tests.pool.stores import Store
 from tests.pool.test_packing import caches_of, expected, memory_of
-
-LAYERS, RANKS = 5, 2
-STAGING = 40_000  # bytes: two objects of rank 0 at once
-
-
-def opened(store: Store, memory: RankMemory) -> BlockStore:
-    blocks = CacheBlocks(caches_of(memory), Inventory.kept(memory.placement))
-    return BlockStore(store.backend, blocks, Staging(store.backend, STAGING))
-
-
-def objects(prefix: str, blocks: list[int]) -> list[BlockObject]:
-    return [BlockObject(f"{prefix}{block}", block) for block in blocks]
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -74,46 +66,6 @@ def test_a_block_that_is_gone_leaves_its_rows_alone_and_the_others_load(
     for ordinal in memory.placement.owned:
         memory.expect(ordinal, [0, 2], generation=1)
     assert memory.difference() == []
-
-
-@pytest.mark.parametrize(
-    ("change", "result", "says"),
-    [
-        ("shorter", Result.WRONG_LENGTH, "code"),
-        ("longer", Result.WRONG_LENGTH, "code"),
-        ("another key's", Result.FOREIGN, "another key"),
-        ("no header", Result.FOREIGN, "header"),
-        ("zeros", Result.FOREIGN, "header"),
-        ("other layers", Result.FOREIGN, "other layers or components"),
-        ("other version", Result.FOREIGN, "of format"),
-    ],
-)
-def test_a_foreign_object_is_never_loaded(
-    store: Store, prefix: str, change: str, result: Result, says: str
-) -> None:
-    memory = memory_of(LAYERS, RANKS, 0)
-    opened(store, memory).save(objects(prefix, [0, 1]))
-    key = f"{prefix}0"
-    good = store.read(key)
-    payload = len(good) - HEADER_BYTES
-    other = Inventory.kept(uneven_model(4).placement(1, 0)).digest()
-    mine = Inventory.kept(memory.placement).digest()
-    header = write_header(key, payload, mine)
-    changed = {
-        "shorter": good[:-1],
-        "longer": good + b"\0",
-        "another key's": store.read(f"{prefix}1"),
-        "no header": good[HEADER_BYTES:] + header,
-        "zeros": bytes(len(good)),
-        "other layers": write_header(key, payload, other) + good[HEADER_BYTES:],
-        "other version": header.replace(b"\xa4kvpp\x01", b"\xa4kvpp\x02") + good[HEADER_BYTES:],
-    }[change]
-    assert changed != good
-    store.replace(key, changed)
-    (outcome,) = opened(store, memory).load(objects(prefix, [0]))
-    assert outcome.result is result and says in str(outcome), outcome
-    if store.packed:
-        assert memory.difference() == []  # not even touched
 
 
 def test_layers_alone_are_objects_with_one_staging(store: Store, prefix: str) -> None:

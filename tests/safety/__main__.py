@@ -1,10 +1,12 @@
-"""`python -m tests.safety`: break every property once, and see its test fail.
+"""`python -m tests.safety [S1 ...]`: break every property, or those, and see their tests fail.
 
-In a copy of the project; the table that it prints is the one in docs/safety.md.
+In a copy of the project, which must import itself; the table that it prints is the one in
+docs/safety.md.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.safety.mutations import MUTATIONS, Mutation
+from tests.safety.mutations import MUTATIONS, PROPERTIES, Mutation
 
 ROOT = Path(__file__).parent.parent.parent
 BOUND = 300.0  # seconds of one test
@@ -28,6 +30,7 @@ def main(mutations: Sequence[Mutation]) -> int:
         copy = Path(folder) / "project"
         ignored = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", ".hypothesis")
         shutil.copytree(ROOT, copy, ignore=ignored)
+        _check_imports(copy)
         for mutation in mutations:
             red = _fails(copy, mutation)
             survived += not red
@@ -35,6 +38,28 @@ def main(mutations: Sequence[Mutation]) -> int:
             print(f"{mutation.breaks:4} {verdict:9} {mutation.what}: {mutation.test}", flush=True)
     print(f"{len(mutations) - survived} of {len(mutations)} mutations are found")
     return int(survived > 0)
+
+
+def _environment(copy: Path) -> dict[str, str]:
+    """For the processes that tests start, too."""
+    return {**os.environ, "PYTHONPATH": str(copy)}
+
+
+def _check_imports(copy: Path) -> None:
+    """Else the changed files would not be those that run."""
+    said = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import kvpp_core, tests; print(kvpp_core.__file__, tests.__file__)",
+        ],
+        cwd=copy,
+        env=_environment(copy),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert all(Path(file).is_relative_to(copy) for file in said), f"not the copy: {said}"
 
 
 def _fails(copy: Path, mutation: Mutation) -> bool:
@@ -46,6 +71,7 @@ def _fails(copy: Path, mutation: Mutation) -> bool:
         ended = subprocess.run(
             [*PYTEST, mutation.test],
             cwd=copy,
+            env=_environment(copy),
             capture_output=True,
             timeout=BOUND,
             check=False,
@@ -58,4 +84,5 @@ def _fails(copy: Path, mutation: Mutation) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(MUTATIONS))
+    asked = sys.argv[1:] or PROPERTIES
+    sys.exit(main([mutation for mutation in MUTATIONS if mutation.breaks in asked]))

@@ -47,10 +47,12 @@ class Requests(RuleBasedStateMachine):
         self.site.arrive(f"r{self.count}", prompt, tokens, remote)
         self.count += 1
 
-    @rule(good=some, bad=some, loads_fail=st.booleans())
-    def step(self, good: frozenset[int], bad: frozenset[int], loads_fail: bool) -> None:
+    @rule(good=some, bad=some, loads_fail=st.booleans(), still_read=st.booleans())
+    def step(
+        self, good: frozenset[int], bad: frozenset[int], loads_fail: bool, still_read: bool
+    ) -> None:
         """The engine's next step."""
-        self.site.step(Ending(good, bad - good, loads_fail))
+        self.site.step(Ending(good, bad - good, loads_fail, still_read))
 
     @rule(steps=st.integers(2, 20), end=st.booleans())
     def steps(self, steps: int, end: bool) -> None:

@@ -169,6 +169,7 @@ class Site:
         self.offers: dict[str, tuple[dict[str, Any], list[list[int]]]] = {}  # live leases
         self.granted: list[tuple[str, int]] = []  # leases, over or not: transfer id, generation
         self.steps = 0
+        self.preempted: Counter[str] = Counter()  # how often, by request id
         self.all_blocks = self.free_blocks
         self.freed: Counter[str] = Counter()  # how often, by request id
         free = self._scheduler._free_blocks
@@ -183,6 +184,12 @@ class Site:
     def live(self) -> list[str]:
         """Requests that have not ended for their client."""
         return [name for name in self._expected if name not in self.finished]
+
+    def blocks_of(self, name: str) -> list[int]:
+        """Blocks that a request holds; none if vLLM does not know it any more."""
+        if name not in self._scheduler.requests:
+            return []
+        return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def arrive(self, name: str, prompt: Sequence[int], tokens: int, remote: bool) -> None:
         """A request; ``remote``: with an offer at decode, for an offer at prefill."""
@@ -210,6 +217,7 @@ class Site:
         """Schedule, compute, and end transfers as told; checks what every request reads."""
         self.steps += 1
         output = self._scheduler.schedule()
+        self.preempted.update(output.preempted_req_ids or ())
         self.workers.learn(self._scheduler.requests.values())
         told = self.workers.step(output.kv_connector_metadata, ending)
         sampled: dict[str, list[int]] = {}
@@ -222,6 +230,10 @@ class Site:
         self.workers.end(ending, told)
         self._take(self._scheduler.update_from_output(output, _runner_output(sampled, told)))
         self._check_offers()
+
+    def step_with_failing_loads(self) -> None:
+        """A step whose own loads fail."""
+        self.step(Ending(loads_fail=True))
 
     def abort(self, name: str) -> None:
         """The client left."""

@@ -48,6 +48,7 @@ class Ending:
     good: frozenset[int] = frozenset()
     bad: frozenset[int] = frozenset()
     loads_fail: bool = False  # of those that the step itself waits for
+    still_read: bool = False  # pulls that are cancelled in this step: they end in a later one
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class StandInWorkers:
             if isinstance(part, PoolStep):
                 self._start_pool(part, told, ending.loads_fail)
             elif isinstance(part, StepMetadata):
-                self._start_pulls(part, told)
+                self._start_pulls(part, told, ending.still_read)
         return told
 
     def end(self, ending: Ending, told: Told) -> None:
@@ -157,11 +158,11 @@ class StandInWorkers:
             else:
                 told.invalid |= self._load(job, not fail)
 
-    def _start_pulls(self, step: StepMetadata, told: Told) -> None:
+    def _start_pulls(self, step: StepMetadata, told: Told, still_read: bool) -> None:
         self.loads += [("pull", pull.request_id) for pull in step.pulls]
         self._transfers += [_Transfer(pull.request_id, pull) for pull in step.pulls]
         for pull in [t for t in self._transfers if isinstance(t.what, Pull)]:
-            if pull.request_id in step.cancelled:
+            if pull.request_id in step.cancelled and not still_read:
                 self._transfers.remove(pull)
                 self._end(pull, False, told)
         told.sent += step.let_go
