@@ -7,12 +7,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kvpp_core.device.base import Stream, Work
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import RankLayout
 from kvpp_core.policy import History, Mode, blocks_per_message
+from kvpp_core.spans import BroadcastSpans, SpanRecorder
 
 __all__ = ["BundleTransfer"]
 
@@ -21,7 +23,7 @@ class BundleTransfer:
     """Broadcasts bundles of one rank's buffer over its group, on one stream.
 
     ``buffer`` is the rank's whole KV memory, one-dimensional bytes; ``staging`` is memory of the
-    same device for packed messages and may be empty.
+    same device for packed messages and may be empty. ``spans`` records when its pieces run.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class BundleTransfer:
         staging: torch.Tensor,
         group: KvppGroup,
         stream: Stream,
+        spans: SpanRecorder | None = None,
     ) -> None:
         if buffer.dim() != 1 or buffer.element_size() != 1 or buffer.numel() < layout.size:
             raise PlanError(
@@ -42,41 +45,49 @@ class BundleTransfer:
         self._staging = staging
         self._group = group
         self._stream = stream
+        self._spans = spans or SpanRecorder()
 
     def start(self, ordinal: int, mode: Mode, history: History, index: torch.Tensor) -> None:
         """Submit the broadcast of target bundle ``ordinal`` to the stream.
 
         ``index`` holds the active block ids (int64, on the buffer's device).
         """
+        bundle = self._layout.placement.bundles[ordinal]
+        spans = BroadcastSpans(self._spans, bundle.layer, self._owner(ordinal), mode)
         if mode is Mode.FULL:
-            self._send([self._bytes(*self._layout.targets[ordinal])], ordinal, "all blocks")
+            message = self._bytes(*self._layout.targets[ordinal])
+            self._send([message], ordinal, "all blocks", spans, history.num_blocks)
         elif mode is Mode.RUNS:
-            self._start_runs(ordinal, history)
+            self._start_runs(ordinal, history, spans)
         elif mode is Mode.PACKED:
-            self._start_packed(ordinal, index)
+            self._start_packed(ordinal, index, spans)
 
-    def _start_runs(self, ordinal: int, history: History) -> None:
+    def _start_runs(self, ordinal: int, history: History, spans: BroadcastSpans) -> None:
         """All runs at once: no message waits for the end of another."""
         messages = [
             rows[first : first + length].view(-1)
             for rows in self._components(ordinal)
             for first, length in history.runs
         ]
-        self._send(messages, ordinal, f"{len(history.runs)} runs")
+        what = f"{len(history.runs)} runs"
+        self._send(messages, ordinal, what, spans, len(history.blocks))
 
-    def _start_packed(self, ordinal: int, index: torch.Tensor) -> None:
+    def _start_packed(self, ordinal: int, index: torch.Tensor, spans: BroadcastSpans) -> None:
         bundle = self._layout.placement.bundles[ordinal]
         per_message = blocks_per_message(bundle, self._staging.numel())
         for ids in index.split(per_message):
             message = self._staging[: len(ids) * bundle.bytes_per_block]
             views = self._staged(ordinal, message, len(ids))
-            what = self._what(ordinal, f"{len(ids)} packed blocks")
+            part = f"{len(ids)} packed blocks"
+            what = self._what(ordinal, part)
             if self._layout.placement.owners[ordinal] == self._group.rank:
-                self._stream.run(_gather(views, ids), f"gathering for {what}")
-                self._send([message], ordinal, f"{len(ids)} packed blocks")
+                gather = spans.timed("pack", _gather(views, ids), message.numel(), len(ids))
+                self._stream.run(gather, f"gathering for {what}")
+                self._send([message], ordinal, part, spans, len(ids))
             else:
-                self._send([message], ordinal, f"{len(ids)} packed blocks")
-                self._stream.run(_scatter(views, ids), f"scattering {what}")
+                self._send([message], ordinal, part, spans, len(ids))
+                scatter = spans.timed("unpack", _scatter(views, ids), message.numel(), len(ids))
+                self._stream.run(scatter, f"scattering {what}")
 
     def _staged(
         self, ordinal: int, message: torch.Tensor, blocks: int
@@ -101,18 +112,34 @@ class BundleTransfer:
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
         return self._buffer[offset : offset + size]
 
-    def _send(self, messages: Sequence[torch.Tensor], ordinal: int, part: str) -> None:
+    def _send(
+        self,
+        messages: Sequence[torch.Tensor],
+        ordinal: int,
+        part: str,
+        spans: BroadcastSpans,
+        blocks: int,
+    ) -> None:
         owner = self._layout.placement.owners[ordinal]
 
         def launch() -> Work:
-            return _Together([self._group.broadcast(message, owner) for message in messages])
+            ended = spans.sending(sum(map(torch.numel, messages)), blocks)
+            works = [self._group.broadcast(message, owner) for message in messages]
+            if ended is None:
+                return _Together(works)
+            if messages[0].is_cpu:  # nobody may look for long; elsewhere a future is the device's
+                _ended(works).add_done_callback(lambda _: ended())
+            return _Watched(_Together(works), ended)
 
         self._stream.collective(launch, self._what(ordinal, part))
 
+    def _owner(self, ordinal: int) -> int:
+        """The global rank that keeps a bundle."""
+        return self._group.ranks[self._layout.placement.owners[ordinal]]
+
     def _what(self, ordinal: int, part: str) -> str:
         bundle = self._layout.placement.bundles[ordinal]
-        owner = self._group.ranks[self._layout.placement.owners[ordinal]]
-        return f"the broadcast of layer {bundle.layer} ({part}) from rank {owner}"
+        return f"the broadcast of layer {bundle.layer} ({part}) from rank {self._owner(ordinal)}"
 
 
 class _Together:
@@ -132,6 +159,28 @@ class _Together:
             except RuntimeError:
                 self._failed = work.is_completed()  # not so when only the time ran out
                 raise
+
+
+class _Watched:
+    """A Work that calls ``ended`` whenever it is seen to have ended."""
+
+    def __init__(self, work: Work, ended: Callable[[], None]) -> None:
+        self._work, self._ended = work, ended
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed:
+            self._ended()
+        return completed
+
+    def wait(self, *timeout: Any) -> None:
+        self._work.wait(*timeout)
+        self._ended()
+
+
+def _ended(works: Sequence[dist.Work]) -> torch.futures.Future[Any]:
+    """Done, in a thread of the process group, as soon as all of them have ended."""
+    return torch.futures.collect_all([work.get_future() for work in works])
 
 
 def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
