@@ -90,14 +90,14 @@ class SpanRecorder:
             steps, self._steps = self._steps, None
             return Recording(list(steps or ()), self._dropped)
 
-    def begin_step(self) -> None:
-        """Spans that begin from now on belong to another step."""
+    def begin_step(self, now: int) -> None:
+        """Spans that begin at ``now`` (ns) or later belong to another step."""
         with self._lock:
             if self._steps is None:
                 return
             if len(self._steps) == self._steps.maxlen:
                 self._dropped += len(self._steps[0].spans)
-            self._steps.append(StepSpans(self._begun, time.monotonic_ns(), []))
+            self._steps.append(StepSpans(self._begun, now, []))
             self._begun += 1
 
     def add(

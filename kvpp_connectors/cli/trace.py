@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpp_connectors.cli.trace_figures import TracedStep
     from kvpp_connectors.demo.traced import TraceJob, TraceResult
 
-__all__ = ["trace"]
+__all__ = ["by_layers", "trace"]
 
 _ANSWER_TOKENS = 9  # the first comes with the last chunk, then a decode step each
 _POOL_BYTES = 512 << 20
@@ -140,7 +140,7 @@ def _record(
     with ExitStack() as stack:
         if layerwise:
             pool = stack.enter_context(serving_pool(folder, _POOL_BYTES))
-            job = job.model_copy(update={"transfer": _by_layers(pool.transfer_config())})
+            job = job.model_copy(update={"transfer": by_layers(pool.transfer_config())})
         source.write_text(job.model_dump_json())
         run_module(
             "kvpp_connectors.demo.traced",
@@ -154,7 +154,7 @@ def _record(
     return TraceResult.model_validate_json(target.read_text())
 
 
-def _by_layers(transfer: dict[str, Any]) -> dict[str, Any]:
+def by_layers(transfer: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a pool that is used layer by layer, however busy the machine is."""
     extra = transfer["kv_connector_extra_config"]
     patient = {"use_layerwise": True, "lookup_deadline_s": 10.0, "lookup_wait_s": 1.0}
@@ -174,9 +174,11 @@ def _report(
     for kind, steps in kinds.items():
         console.print(_layer_table(kind, steps))
     console.print(_rank_table(kinds))
-    kept = max((len(recording.steps) for recording in recordings), default=0)
+    kept = recordings[0].steps
     dropped = sum(recording.dropped for recording in recordings)
-    console.print(f"{kept} of {result.steps} steps kept, {dropped} spans dropped; trace in {out}")
+    console.print(
+        f"{len(kept)} of {kept[-1].number + 1} steps kept, {dropped} spans dropped; trace in {out}"
+    )
     if picture is not None and kinds:
         kind, steps = next(iter(_loading_first(kinds).items()))
         shown = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]

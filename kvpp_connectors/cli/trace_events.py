@@ -82,5 +82,5 @@ def _event(rank: int, step: int, span: Span, start: int) -> Event:
 
 
 def _title(span: Span) -> str:
-    what = "" if span.name in (span.lane.value, "layer") else f"{span.name} "
+    what = "" if span.name in (span.lane, "layer") else f"{span.name} "
     return f"{what}layer {span.layer}"

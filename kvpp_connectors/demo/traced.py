@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,9 @@ class RankTrace(BaseModel):
 
 
 class TraceResult(BaseModel):
-    """All ranks, in order, and the steps that the engine took while they recorded."""
+    """All ranks, in order."""
 
     ranks: list[RankTrace]
-    steps: int
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def run(job: TraceJob) -> TraceResult:
         _Prompts(llm, job).answer([0])
         before = llm.collective_rpc("kvpp_stats")
         llm.collective_rpc("kvpp_trace_start", args=(job.kept_steps,))
-        steps = _answer_all(llm, job)
+        _answer_all(llm, job)
         after = llm.collective_rpc("kvpp_stats")
         recordings = llm.collective_rpc("kvpp_trace_take")
     finally:
@@ -81,24 +81,21 @@ def run(job: TraceJob) -> TraceResult:
         ranks=[
             RankTrace(recording=recording, layer_wait_seconds=_waits(old, new))
             for recording, old, new in zip(recordings, before, after, strict=True)
-        ],
-        steps=steps,
+        ]
     )
 
 
-def _answer_all(llm: Any, job: TraceJob) -> int:
-    """All prompts; with a pool again, from the pool alone. The steps that it took."""
+def _answer_all(llm: Any, job: TraceJob) -> None:
+    """All prompts; with a pool again, from the pool alone."""
     prompts = _Prompts(llm, job)
     seeds = range(1, job.prompts + 1)
     computed = prompts.answer(seeds)
     if job.transfer is None:
-        return prompts.steps
+        return
     if not llm.reset_prefix_cache():
         raise RuntimeError("the engine's own cache could not be emptied: blocks are in use")
-    loaded = prompts.answer(seeds) - computed
-    if not loaded:
+    if prompts.answer(seeds) == computed:
         raise RuntimeError("no prompt token came from the pool")
-    return prompts.steps
 
 
 class _Prompts:
@@ -106,9 +103,9 @@ class _Prompts:
 
     def __init__(self, llm: Any, job: TraceJob) -> None:
         self._llm, self._job = llm, job
-        self.steps = 0
+        self._tokens = 0
 
-    def answer(self, seeds: Any) -> int:
+    def answer(self, seeds: Iterable[int]) -> int:
         """Answer a prompt for each seed, until nothing is being saved; their cached tokens."""
         from vllm import SamplingParams
 
@@ -123,10 +120,10 @@ class _Prompts:
             prompt = [numbers.randrange(2, _VOCABULARY) for _ in range(job.prompt_tokens)]
             engine.add_request(str(seed), {"prompt_token_ids": prompt}, sampling)
             while scheduler.has_requests():
-                outputs = engine.step()
-                self.steps += 1
-                cached += sum(out.num_cached_tokens or 0 for out in outputs if out.finished)
-                print(f"step {self.steps}", flush=True)
+                for out in engine.step():
+                    self._tokens += 1
+                    print(f"step with token {self._tokens}", flush=True)
+                    cached += (out.num_cached_tokens or 0) if out.finished else 0
         return cached
 
 

@@ -148,9 +148,10 @@ class KvppWorkerMixin:
         """Run a step; the pipeline begins in the forward's pre-hook and ends here."""
         pipeline = self._kvpp_pipeline
         assert pipeline is not None
-        self._kvpp_spans.begin_step()
         began = time.monotonic_ns()
         step = read_step(scheduler_output)
+        if step.requests:  # an engine that has saves under way steps without any
+            self._kvpp_spans.begin_step(began)
         pending = _Pending(step, self._kvpp_history.observe(step))
         self._kvpp_pending = pending
         try:
