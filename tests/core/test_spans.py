@@ -16,7 +16,7 @@ from kvpp_core.policy import BroadcastPolicy
 from kvpp_core.spans import BroadcastSpans, Lane, Recording, Span, SpanRecorder
 from kvpp_core.stats import PipelineStats
 from tests.core.gloo_world import GlooWorld, Rank
-from tests.core.rig import ACTIVE, DEVICES, DeviceKind, Rig, rig
+from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, Rig, rig
 
 LAYERS = 8
 PACKED = BroadcastPolicy.PACKED
@@ -204,3 +204,25 @@ def test_a_layer_that_is_loaded_is_queued_until_then(world2: GlooWorld) -> None:
     queued, send = of(spans, Lane.BROADCAST, 2)
     (compute,) = [s for s in of(spans, Lane.COMPUTE, 1) if s.name == "layer"]
     assert queued.begin <= compute.begin < load[0] <= queued.end == send.begin
+
+
+def hidden(rank: Rank) -> tuple[list[Span], int]:
+    """A step in which layer 1 has come while layer 0 is still computed; and when that was seen."""
+    with rig(rank, "cpu", policy=BroadcastPolicy.FULL) as r:
+        r.pipeline._spans.start(1)
+        r.pipeline._spans.begin_step(time.monotonic_ns())
+        r.pipeline.begin(ACTIVE)
+        r.forward(1, 0, 1)
+        deadline = time.monotonic() + PATIENCE
+        while r.group.in_flight and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen = time.monotonic_ns()
+        r.forward(1, 1)
+        r.pipeline.end()
+        return r.pipeline._spans.take().steps[0].spans, seen
+
+
+def test_a_send_that_nobody_waits_for_ends_when_its_bytes_are_there(world2: GlooWorld) -> None:
+    """Not when the forward comes to look."""
+    for spans, seen in world2.run(hidden):
+        assert of(spans, Lane.BROADCAST, 1)[-1].end <= seen < of(spans, Lane.WAIT, 1)[0].begin
