@@ -181,7 +181,7 @@ def _report(
     )
     if picture is not None and kinds:
         kind, steps = next(iter(_loading_first(kinds).items()))
-        shown = sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
+        shown = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         picture.write_text(draw(shown, f"{kind}, step {shown.number}: {what}"))
         console.print(f"picture of step {shown.number} in {picture}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ def run(job: TraceJob) -> TraceResult:
         enable_prefix_caching=True,
     )
     try:
-        _Prompts(llm, job).answer([0])
+        _answer(llm, job, [0])
         before = llm.collective_rpc("kvpp_stats")
         llm.collective_rpc("kvpp_trace_start", args=(job.kept_steps,))
-        _answer_all(llm, job)
+        _answer(llm, job, range(1, job.prompts + 1))
         after = llm.collective_rpc("kvpp_stats")
         recordings = llm.collective_rpc("kvpp_trace_take")
     finally:
@@ -85,10 +85,13 @@ def run(job: TraceJob) -> TraceResult:
     )
 
 
-def _answer_all(llm: Any, job: TraceJob) -> None:
-    """All prompts; with a pool again, from the pool alone."""
+def _answer(llm: Any, job: TraceJob, seeds: Sequence[int]) -> None:
+    """Answer a prompt for each seed; with a pool again, from the pool alone.
+
+    Raises:
+        RuntimeError: nothing came from the pool.
+    """
     prompts = _Prompts(llm, job)
-    seeds = range(1, job.prompts + 1)
     computed = prompts.answer(seeds)
     if job.transfer is None:
         return
@@ -105,8 +108,8 @@ class _Prompts:
         self._llm, self._job = llm, job
         self._tokens = 0
 
-    def answer(self, seeds: Iterable[int]) -> int:
-        """Answer a prompt for each seed, until nothing is being saved; their cached tokens."""
+    def answer(self, seeds: Sequence[int]) -> int:
+        """Answer them, until nothing is being saved; their cached tokens."""
         from vllm import SamplingParams
 
         job, engine = self._job, self._llm.llm_engine
