@@ -21,11 +21,13 @@ from kvpp_core.policy import BroadcastPolicy
 if TYPE_CHECKING:
     from kvpp_connectors.cli.trace_figures import TracedStep
     from kvpp_connectors.demo.traced import TraceJob, TraceResult
+    from kvpp_core.spans import Recording
 
 __all__ = ["by_layers", "trace"]
 
 _ANSWER_TOKENS = 9  # the first comes with the last chunk, then a decode step each
 _POOL_BYTES = 512 << 20
+_PATIENT = {"MC_RPC_TIMEOUT_MS": "20000"}  # Mooncake's calls, beside engines on a few cores
 
 
 def trace(
@@ -147,7 +149,7 @@ def _record(
             [str(source), str(target)],
             title="the traced engine",
             log=folder / "trace.log",
-            environment={**ENVIRONMENT, **STORE_ENVIRONMENT},
+            environment={**_PATIENT, **ENVIRONMENT, **STORE_ENVIRONMENT},
             console=console,
         )
     shutil.rmtree(job.model, ignore_errors=True)
@@ -179,11 +181,22 @@ def _report(
     console.print(
         f"{len(kept)} of {kept[-1].number + 1} steps kept, {dropped} spans dropped; trace in {out}"
     )
+    if failed := sum(map(_failed, recordings)):
+        console.print(
+            f"[red]{failed} blocks of a layer were not loaded or saved: the pool did not answer in "
+            "time. Try again when the machine is less busy.[/red]"
+        )
     if picture is not None and kinds:
         kind, steps = next(iter(_loading_first(kinds).items()))
         shown = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         picture.write_text(draw(shown, f"{kind}, step {shown.number}: {what}"))
         console.print(f"picture of step {shown.number} in {picture}")
+
+
+def _failed(recording: Recording) -> int:
+    """Blocks of single layers that the pool did not take or give."""
+    spans = (span for step in recording.steps for span in step.spans)
+    return sum(int(span.facts.get("failed", 0)) for span in spans)
 
 
 def _loading_first(kinds: dict[str, list[TracedStep]]) -> dict[str, list[TracedStep]]:

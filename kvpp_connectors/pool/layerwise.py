@@ -58,7 +58,7 @@ class LayerStores:
         objects = [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
         began = time.monotonic_ns()
         outcomes = self._stores[layer].load(objects)
-        self._record(Lane.LOAD, layer, began, len(objects))
+        self._record(Lane.LOAD, layer, began, outcomes)
         return outcomes
 
     def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
@@ -67,7 +67,7 @@ class LayerStores:
         for layer, store in self._stores.items():
             began = time.monotonic_ns()
             outcomes = store.save(job.objects(_key_of(namespace, shard, layer)))
-            self._record(Lane.SAVE, layer, began, len(job.blocks))
+            self._record(Lane.SAVE, layer, began, outcomes)
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
         keys = [
             namespace.commit_key(found, shard)
@@ -76,13 +76,15 @@ class LayerStores:
         ]
         next(iter(self._stores.values())).mark(keys)
 
-    def _record(self, lane: Lane, layer: LayerId, began: int, blocks: int) -> None:
+    def _record(self, lane: Lane, layer: LayerId, began: int, outcomes: Sequence[Outcome]) -> None:
         if self._spans.on:
+            blocks, failed = len(outcomes), sum(not outcome.ok for outcome in outcomes)
             name, index = ("draft", None) if layer.draft else (lane.value, layer.index)
             nbytes = blocks * self._stores[layer].object_bytes
             self._spans.add(
-                lane, name, began, time.monotonic_ns(), index, bytes=nbytes, blocks=blocks
-            )
+                lane, name, began, time.monotonic_ns(), index,
+                bytes=nbytes, blocks=blocks, failed=failed,
+            )  # fmt: skip
 
 
 class StepLoads:

@@ -111,7 +111,7 @@ def test_loaded_then_sent_then_read(kinds: dict[str, list[TracedStep]]) -> None:
             owner = step.owner(layer)
             (load,) = step.find(owner, Lane.LOAD, layer)
             assert not step.find(1 - owner, Lane.LOAD, layer)
-            assert load.facts["blocks"] == HELD
+            assert (load.facts["blocks"], load.facts["failed"]) == (HELD, 0)
             sends = step.find(owner, Lane.BROADCAST, layer, "send")
             assert load.end <= sends[0].begin
             for rank in range(RANKS):
