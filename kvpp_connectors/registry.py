@@ -6,7 +6,7 @@ vLLM creates the worker and the connector independently; the worker puts down he
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpp_connectors.config import SWITCH
@@ -14,6 +14,7 @@ from kvpp_core.device.base import Fence
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout
 from kvpp_core.manifest import Manifest
+from kvpp_core.spans import SpanRecorder
 
 __all__ = [
     "KvppFacts",
@@ -27,10 +28,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class KvppFacts:
-    """What this process's worker laid out, and what its group agreed on; None without KVPP."""
+    """What this process's worker laid out, and what its group agreed on; None without KVPP.
+
+    ``spans`` is where its parts record when what ran; nothing switches it on without KVPP.
+    """
 
     layout: RankLayout | None = None
     manifest: Manifest | None = None
+    spans: SpanRecorder = field(default_factory=SpanRecorder, compare=False)
 
 
 class LayerLoads(Protocol):

@@ -41,7 +41,7 @@ class KvppGroup:
         """Name of the data group's backend: gloo, nccl, hccl."""
         return dist.get_backend(self.data)
 
-    def broadcast(self, tensor: torch.Tensor, owner: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Start the broadcast of ``tensor`` (contiguous) from group rank ``owner``."""
         return _started(dist.broadcast(tensor, self.ranks[owner], group=self.data, async_op=True))
 
@@ -108,7 +108,7 @@ def make_group(
     return mine[0]
 
 
-def _started(work: dist.Work | None) -> Work:
+def _started(work: dist.Work | None) -> dist.Work:
     if work is None:  # torch returns None to a process outside the group
         raise KvppError("this process is not in the group that it broadcasts to")
     return work

@@ -41,6 +41,7 @@ from kvpp_core.policy import (
     choose_mode,
     mode_bytes,
 )
+from kvpp_core.spans import Lane, SpanRecorder
 from kvpp_core.stats import PipelineStats
 from kvpp_core.transfer import BundleTransfer
 
@@ -99,7 +100,8 @@ class Pipeline:
 
     All methods are called from the thread that runs the model; fences may be completed from any
     thread. ``buffer`` is the rank's KV memory as one-dimensional bytes laid out by ``layout``,
-    ``staging`` memory of the same device for packed messages.
+    ``staging`` memory of the same device for packed messages. ``spans`` records when what runs in
+    steps with history; whoever calls begin() tells it where a step begins.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Pipeline:
         group: KvppGroup,
         device: Device,
         settings: PipelineSettings,
+        spans: SpanRecorder | None = None,
     ) -> None:
         self._layout = layout
         self._buffer = buffer
@@ -117,7 +120,10 @@ class Pipeline:
         self._group = group
         self._device = device
         self._settings = settings
-        self._transfer = BundleTransfer(layout, buffer, staging, group, device.transfer)
+        self._spans = spans or SpanRecorder()
+        self._transfer = BundleTransfer(
+            layout, buffer, staging, group, device.transfer, self._spans
+        )
         self._control = CpuStream()
         self._ordinals = {
             component.name: ordinal
@@ -127,6 +133,7 @@ class Pipeline:
         self._state = _State.IDLE
         self._step: _Step | None = None
         self._current = -1  # ordinal of the layer acquired last in this step
+        self._computing_since = 0  # ns: the layer acquired last may be computed
         self._in_flight: _InFlight | None = None
         self.stats = PipelineStats()
 
@@ -192,7 +199,7 @@ class Pipeline:
         )
         self._step = _Step(history, index, fences or {}, on_load_failed, guarded)
         self.stats.steps_with_history += 1
-        self._start(0)
+        self._launch(0)
 
     def acquire(self, component: str) -> None:
         """Make a target layer readable and writable; start the next layer's broadcast.
@@ -224,12 +231,14 @@ class Pipeline:
                 f"layer {self._layer(ordinal)} ({component}) was touched after "
                 f"{self._after(self._current)}; expected {self._after(self._current + 1)}"
             )
-        started = time.monotonic()
+        began = time.monotonic_ns()
+        self._record_compute(began)
         self._wait_for(ordinal)
-        self.stats.wait_seconds += time.monotonic() - started
+        self._count_wait(ordinal, began, time.monotonic_ns())
         self._current = ordinal
         if ordinal + 1 < len(self._layout.placement.bundles):
-            self._start(ordinal + 1)
+            self._launch(ordinal + 1)
+        self._computing_since = time.monotonic_ns()
 
     def end(self) -> None:
         """Finish a step whose forward returned.
@@ -248,6 +257,7 @@ class Pipeline:
                 f"the forward ended without touching the cache of {self._after(missing)}; "
                 f"{last - self._current} of {last + 1} target layers were left out"
             )
+        self._record_compute(time.monotonic_ns())
         self._finish_step()
 
     def abort(self) -> None:
@@ -296,6 +306,14 @@ class Pipeline:
             self._step = None
             self._state = _State.BROKEN
             raise
+
+    def _launch(self, ordinal: int) -> None:
+        """`_start`, in the forward's time: on the CPU an owner that need not wait packs in it."""
+        began = time.monotonic_ns()
+        self._start(ordinal)
+        if self._spans.on:
+            layer, now = self._layer(ordinal), time.monotonic_ns()
+            self._spans.add(Lane.COMPUTE, "launch", began, now, layer, owner=self._owner(ordinal))
 
     def _start(self, ordinal: int) -> None:
         """Submit the broadcast of target bundle ``ordinal``; returns without waiting for it."""
@@ -354,7 +372,7 @@ class Pipeline:
             return
         fence = self._step.fences.get(self._layer(ordinal))
         cause = _error_of(fence) if fence is not None and fence.done() else None
-        owner = self._group.ranks[self._layout.placement.owners[ordinal]]
+        owner = self._owner(ordinal)
         how = (
             "failed"
             if status is _LoadStatus.FAILED
@@ -364,6 +382,18 @@ class Pipeline:
             f"the load of layer {self._layer(ordinal)} {how} on its owner, rank {owner}; "
             "the layer's history is not valid on any rank"
         ) from cause
+
+    def _count_wait(self, ordinal: int, began: int, ended: int) -> None:
+        layer = self._layer(ordinal)
+        self.stats.waited(layer, ended - began)
+        if self._spans.on:
+            self._spans.add(Lane.WAIT, "wait", began, ended, layer, owner=self._owner(ordinal))
+
+    def _record_compute(self, until: int) -> None:
+        """The layer acquired last has been computed, and what lies before the next one."""
+        if self._spans.on and self._current >= 0:
+            layer, owner = self._layer(self._current), self._owner(self._current)
+            self._spans.add(Lane.COMPUTE, "layer", self._computing_since, until, layer, owner=owner)
 
     def _count(self, mode: Mode, ordinal: int, history: History) -> None:
         bundle = self._layout.placement.bundles[ordinal]
@@ -378,6 +408,10 @@ class Pipeline:
 
     def _layer(self, ordinal: int) -> int:
         return self._layout.placement.bundles[ordinal].layer
+
+    def _owner(self, ordinal: int) -> int:
+        """The global rank that keeps a target layer."""
+        return self._group.ranks[self._layout.placement.owners[ordinal]]
 
     def _after(self, ordinal: int) -> str:
         bundles = self._layout.placement.bundles

@@ -20,11 +20,22 @@ class PipelineStats:
     bytes: Counter[Mode] = field(default_factory=Counter)
     active_history_bytes: int = 0  # what a step needed: active blocks of every target bundle
     full_bytes: int = 0  # what the specification's complete bundles would have moved
-    wait_seconds: float = 0.0  # host time in acquire(): on the CPU all exposed waiting
+    wait_ns: int = 0  # host time that a forward waited for its layers' bytes
+    layer_wait_ns: Counter[int] = field(default_factory=Counter)  # the same by layer
     load_failures: int = 0
     aborted_steps: int = 0
 
-    def snapshot(self) -> dict[str, int | float | dict[str, int]]:
+    @property
+    def wait_seconds(self) -> float:
+        """Exposed waiting: time that no computation hid. On an accelerator the host's alone."""
+        return self.wait_ns / 1e9
+
+    def waited(self, layer: int, nanoseconds: int) -> None:
+        """Count a forward's wait for a layer."""
+        self.wait_ns += nanoseconds
+        self.layer_wait_ns[layer] += nanoseconds
+
+    def snapshot(self) -> dict[str, int | float | dict[str, int] | dict[int, float]]:
         """The counters as plain data, for logs, metrics and the demo."""
         return {
             "steps": self.steps,
@@ -35,6 +46,7 @@ class PipelineStats:
             "active_history_bytes": self.active_history_bytes,
             "full_bytes": self.full_bytes,
             "wait_seconds": self.wait_seconds,
+            "layer_wait_seconds": {layer: ns / 1e9 for layer, ns in self.layer_wait_ns.items()},
             "load_failures": self.load_failures,
             "aborted_steps": self.aborted_steps,
         }

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from kvpp_core.device.base import Stream, Work
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import RankLayout
 from kvpp_core.policy import History, Mode, blocks_per_message
+from kvpp_core.spans import BroadcastSpans, SpanRecorder
 
 __all__ = ["BundleTransfer"]
 
@@ -32,6 +34,11 @@ class _Slice:
     message: torch.Tensor
     views: _Views
 
+    def gather(self) -> None:
+        """From the block ids into the message."""
+        for rows, place in self.views:
+            torch.index_select(rows, 0, self.ids, out=place)
+
     def scatter(self) -> None:
         """From the message to the same block ids."""
         for rows, place in self.views:
@@ -42,7 +49,7 @@ class BundleTransfer:
     """Broadcasts bundles of one rank's buffer over its group, on one stream.
 
     ``buffer`` is the rank's whole KV memory, one-dimensional bytes; ``staging`` is memory of the
-    same device for packed messages and may be empty.
+    same device for packed messages and may be empty. ``spans`` records when its pieces run.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class BundleTransfer:
         staging: torch.Tensor,
         group: KvppGroup,
         stream: Stream,
+        spans: SpanRecorder | None = None,
     ) -> None:
         if buffer.dim() != 1 or buffer.element_size() != 1 or buffer.numel() < layout.size:
             raise PlanError(
@@ -63,62 +71,71 @@ class BundleTransfer:
         self._staging = staging
         self._group = group
         self._stream = stream
+        self._spans = spans or SpanRecorder()
 
     def start(self, ordinal: int, mode: Mode, history: History, index: torch.Tensor) -> None:
         """Submit the broadcast of target bundle ``ordinal`` to the stream.
 
         ``index`` holds the active block ids (int64, on the buffer's device).
         """
+        bundle = self._layout.placement.bundles[ordinal]
+        spans = BroadcastSpans(self._spans, bundle.layer, self._owner(ordinal), mode)
         if mode is Mode.FULL:
-            self._send([self._bytes(*self._layout.targets[ordinal])], ordinal, "all blocks")
+            message = self._bytes(*self._layout.targets[ordinal])
+            self._send([message], ordinal, "all blocks", spans, history.num_blocks)
         elif mode is Mode.RUNS:
-            self._start_runs(ordinal, history)
+            self._start_runs(ordinal, history, spans)
         elif mode is Mode.PACKED:
-            self._start_packed(ordinal, index)
+            self._start_packed(ordinal, index, spans)
 
-    def _start_runs(self, ordinal: int, history: History) -> None:
+    def _start_runs(self, ordinal: int, history: History, spans: BroadcastSpans) -> None:
         """All runs at once: no message waits for the end of another."""
         messages = [
             rows[first : first + length].view(-1)
             for rows in self._components(ordinal)
             for first, length in history.runs
         ]
-        self._send(messages, ordinal, f"{len(history.runs)} runs")
+        what = f"{len(history.runs)} runs"
+        self._send(messages, ordinal, what, spans, len(history.blocks))
 
-    def _start_packed(self, ordinal: int, index: torch.Tensor) -> None:
+    def _start_packed(self, ordinal: int, index: torch.Tensor, spans: BroadcastSpans) -> None:
         bundle = self._layout.placement.bundles[ordinal]
-        per_message = blocks_per_message(bundle, self._staging.numel())
         owner = self._layout.placement.owners[ordinal]
+        per_message = blocks_per_message(bundle, self._staging.numel())
         for ids in index.split(per_message):
             slices = self._slices(ordinal, ids)
             what = self._what(ordinal, f"{len(ids)} packed blocks")
             if owner == self._group.rank:
-                self._stream.collective(partial(self._pack, slices, owner), what)
+                self._stream.collective(partial(self._pack, slices, owner, spans), what)
             else:
-                self._unpack(slices, owner, what)
+                self._unpack(slices, owner, spans, what)
 
-    def _pack(self, slices: Sequence[_Slice], owner: int) -> Work:
+    def _pack(self, slices: Sequence[_Slice], owner: int, spans: BroadcastSpans) -> Work:
         """Gather a slice while the one before is on its way."""
         works = []
         for piece in slices:
-            for rows, place in piece.views:
-                torch.index_select(rows, 0, piece.ids, out=place)
-            works.append(self._group.broadcast(piece.message, owner))
+            spans.timed("pack", piece.gather, piece.message.numel(), len(piece.ids))()
+            works.append(self._launch([piece.message], owner, spans, len(piece.ids)))
         return _Together(works)
 
-    def _unpack(self, slices: Sequence[_Slice], owner: int, what: str) -> None:
+    def _unpack(
+        self, slices: Sequence[_Slice], owner: int, spans: BroadcastSpans, what: str
+    ) -> None:
         """Receive all; scatter a slice while the next ones are on their way."""
         works: list[Work] = []
 
         def receive() -> Work:
-            works.extend(self._group.broadcast(piece.message, owner) for piece in slices)
+            works.extend(
+                self._launch([piece.message], owner, spans, len(piece.ids)) for piece in slices
+            )
             return works[0]
 
         self._stream.collective(receive, what)
         for number, piece in enumerate(slices):
             if number:
                 self._stream.collective(partial(works.__getitem__, number), what)
-            self._stream.run(piece.scatter, f"scattering {what}")
+            scatter = spans.timed("unpack", piece.scatter, piece.message.numel(), len(piece.ids))
+            self._stream.run(scatter, f"scattering {what}")
 
     def _slices(self, ordinal: int, ids: torch.Tensor) -> list[_Slice]:
         """The parts that staging memory is sent in; the same on every rank."""
@@ -153,18 +170,37 @@ class BundleTransfer:
     def _bytes(self, offset: int, size: int) -> torch.Tensor:
         return self._buffer[offset : offset + size]
 
-    def _send(self, messages: Sequence[torch.Tensor], ordinal: int, part: str) -> None:
+    def _send(
+        self,
+        messages: Sequence[torch.Tensor],
+        ordinal: int,
+        part: str,
+        spans: BroadcastSpans,
+        blocks: int,
+    ) -> None:
         owner = self._layout.placement.owners[ordinal]
-
-        def launch() -> Work:
-            return _Together([self._group.broadcast(message, owner) for message in messages])
-
+        launch = partial(self._launch, messages, owner, spans, blocks)
         self._stream.collective(launch, self._what(ordinal, part))
+
+    def _launch(
+        self, messages: Sequence[torch.Tensor], owner: int, spans: BroadcastSpans, blocks: int
+    ) -> Work:
+        """Start the broadcasts of ``messages``, from group rank ``owner``."""
+        ended = spans.sending(sum(map(torch.numel, messages)), blocks)
+        works = [self._group.broadcast(message, owner) for message in messages]
+        if ended is None:
+            return _Together(works)
+        if messages[0].is_cpu:  # nobody may look for long; elsewhere a future is the device's
+            _ended(works).add_done_callback(lambda _: ended())
+        return _Watched(_Together(works), ended)
+
+    def _owner(self, ordinal: int) -> int:
+        """The global rank that keeps a bundle."""
+        return self._group.ranks[self._layout.placement.owners[ordinal]]
 
     def _what(self, ordinal: int, part: str) -> str:
         bundle = self._layout.placement.bundles[ordinal]
-        owner = self._group.ranks[self._layout.placement.owners[ordinal]]
-        return f"the broadcast of layer {bundle.layer} ({part}) from rank {owner}"
+        return f"the broadcast of layer {bundle.layer} ({part}) from rank {self._owner(ordinal)}"
 
 
 class _Together:
@@ -184,6 +220,28 @@ class _Together:
             except RuntimeError:
                 self._failed = work.is_completed()  # not so when only the time ran out
                 raise
+
+
+class _Watched:
+    """A Work that calls ``ended`` whenever it is seen to have ended."""
+
+    def __init__(self, work: Work, ended: Callable[[], None]) -> None:
+        self._work, self._ended = work, ended
+
+    def is_completed(self) -> bool:
+        completed = self._work.is_completed()
+        if completed:
+            self._ended()
+        return completed
+
+    def wait(self, *timeout: Any) -> None:
+        self._work.wait(*timeout)
+        self._ended()
+
+
+def _ended(works: Sequence[dist.Work]) -> torch.futures.Future[Any]:
+    """Done, in a thread of the process group, as soon as all of them have ended."""
+    return torch.futures.collect_all([work.get_future() for work in works])
 
 
 def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -13,18 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from kvpp_connectors.demo.children import Server
     from kvpp_connectors.pool.backends.base import Outcome
     from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-    from kvpp_connectors.pool.local_pool import LocalPool
     from kvpp_connectors.pool.objects import BlockObject
 
 __all__ = ["LAYERS", "Client", "pool"]
 
 HOST, LAYERS = "127.0.0.1", 8
 _STAGING = 64 << 20  # bytes, as by default
-_START_S = 60.0
-_LOOK_S = 0.1
 _PREFIX = "kvpp1@bench"
 
 
@@ -35,34 +30,15 @@ def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
     Raises:
         ChildFailed: a server ended, or there was no memory in time.
     """
-    from kvpp_connectors.demo.children import Server
-    from kvpp_connectors.host import free_ports
-    from kvpp_connectors.pool.local_pool import LocalPool
-    from kvpp_connectors.pool.mooncake_servers import (
-        STORE_ENVIRONMENT,
-        MasterAddress,
-        master_command,
-        store_command,
-    )
+    from kvpp_connectors.demo.pool import serving_pool
 
-    rpc, http, port = free_ports(3)
-    master = MasterAddress(HOST, rpc, http)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpp-bench-")))
-
-        def start(name: str, command: list[str]) -> Server:
-            log, environment = folder / f"{name}.log", STORE_ENVIRONMENT
-            return stack.enter_context(
-                Server(command, title=name, log=log, environment=environment)
-            )
-
-        servers = [start("master", master_command(master))]
-        if not own_memory:
-            servers.append(start("store", store_command(master, HOST, port, size)))
-        _wait_for(LocalPool(master, 0 if own_memory else size), servers)
-        backend = stack.enter_context(closing(_backend(str(master), size if own_memory else 0)))
+        served = stack.enter_context(serving_pool(folder, 0 if own_memory else size))
+        master = str(served.master)
+        backend = stack.enter_context(closing(_backend(master, size if own_memory else 0)))
         backend.connect()
-        yield str(master), backend
+        yield master, backend
 
 
 class Client:
@@ -173,19 +149,6 @@ def _backend(master: str, segment: int) -> MooncakeBackend:
 
     inline = {"master_server_address": master, "global_segment_size": segment}
     return MooncakeBackend(read_mooncake_settings({"mooncake": inline}, {}), HOST, "tcp", segment)
-
-
-def _wait_for(pool: LocalPool, servers: Sequence[Server]) -> None:
-    from kvpp_connectors.pool.local_pool import answers
-    from kvpp_connectors.pool.mooncake_http import MasterHttp
-
-    http, deadline = MasterHttp(pool.master), time.monotonic() + _START_S
-    while not answers(http, pool):
-        for server in servers:
-            server.check()
-        if time.monotonic() > deadline:
-            raise servers[-1].failure(f"no pool within {_START_S:.0f} s")
-        time.sleep(_LOOK_S)
 
 
 def _expect_ok(outcomes: Sequence[Outcome]) -> None:

@@ -15,6 +15,7 @@ from kvpp_connectors.cli.plan import plan
 from kvpp_connectors.cli.pool import pool
 from kvpp_connectors.cli.proxy import proxy
 from kvpp_connectors.cli.soak import soak
+from kvpp_connectors.cli.trace import trace
 
 __all__ = ["app", "main"]
 
@@ -29,6 +30,7 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args"
 app.command()(doctor)
 app.command()(demo)
 app.command()(soak)
+app.command()(trace)
 benches = typer.Typer(help="Measure on this machine; only ratios taken in one run are of use.")
 benches.command("broadcast")(bench_broadcast)
 benches.command("p2p")(bench_p2p)

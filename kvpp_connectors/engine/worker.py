@@ -39,6 +39,7 @@ from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
+from kvpp_core.spans import Lane, Recording, SpanRecorder
 from kvpp_core.stats import PipelineStats
 
 __all__ = ["KvppWorkerMixin"]
@@ -52,6 +53,13 @@ class _Pending:
 
     step: ScheduledStep
     blocks: tuple[int, ...]
+
+    def kind(self) -> str:
+        """Prefill, decode or mixed, by what its requests do."""
+        decodes = sum(request.is_decode for request in self.step.requests)
+        if not decodes:
+            return "prefill"
+        return "decode" if decodes == len(self.step.requests) else "mixed"
 
 
 class KvppWorkerMixin:
@@ -75,6 +83,7 @@ class KvppWorkerMixin:
     _kvpp_layer_of: dict[str, int]  # transformer layer of each target component
     _kvpp_pending: _Pending | None = None
     _kvpp_decode: OwnerDecode | None = None
+    _kvpp_spans: SpanRecorder
 
     def init_device(self) -> None:
         """Check launch and seams and make the group before anything costly is done."""
@@ -132,7 +141,8 @@ class KvppWorkerMixin:
             )
         layout = build_layout(self._kvpp_placement, kv_cache_config.num_blocks)
         self._kvpp_agree(layout)
-        publish(KvppFacts(layout, self._kvpp_manifest))
+        self._kvpp_spans = SpanRecorder()
+        publish(KvppFacts(layout, self._kvpp_manifest, self._kvpp_spans))
         super().initialize_from_config(self._kvpp_place(kv_cache_config, layout))  # type: ignore[misc]
         self._kvpp_start(layout)
 
@@ -140,8 +150,12 @@ class KvppWorkerMixin:
         """Run a step; the pipeline begins in the forward's pre-hook and ends here."""
         pipeline = self._kvpp_pipeline
         assert pipeline is not None
+        began = time.monotonic_ns()
         step = read_step(scheduler_output)
-        self._kvpp_pending = _Pending(step, self._kvpp_history.observe(step))
+        if step.requests:  # an engine that has saves under way steps without any
+            self._kvpp_spans.begin_step(began)
+        pending = _Pending(step, self._kvpp_history.observe(step))
+        self._kvpp_pending = pending
         try:
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
         except BaseException:
@@ -153,6 +167,7 @@ class KvppWorkerMixin:
                 self._kvpp_decode.end()
         if pipeline.in_step:
             pipeline.end()
+            self._kvpp_record_step(pending, began)
         return output
 
     def shutdown(self) -> None:
@@ -183,6 +198,17 @@ class KvppWorkerMixin:
         assert self._kvpp_pipeline is not None
         self._kvpp_pipeline.set_policy(BroadcastPolicy(policy))
 
+    def kvpp_trace_start(self, steps: int) -> None:
+        """Record when what runs, of the last ``steps`` steps; forget what was recorded before.
+
+        Only through ``collective_rpc``, so that all ranks number the steps alike.
+        """
+        self._kvpp_spans.start(steps)
+
+    def kvpp_trace_take(self) -> Recording:
+        """What was recorded since ``kvpp_trace_start``; recording ends."""
+        return self._kvpp_spans.take()
+
     def kvpp_layout(self) -> dict[str, Any]:
         """Blocks, bytes and owned layers of this rank, for ``collective_rpc("kvpp_layout")``."""
         assert self._kvpp_pipeline is not None
@@ -198,6 +224,14 @@ class KvppWorkerMixin:
             "draft_layers": [draft.layer for draft in placement.drafts],
             "manifest": self._kvpp_manifest.digest(),
         }
+
+    def _kvpp_record_step(self, pending: _Pending, began: int) -> None:
+        if self._kvpp_spans.on:
+            tokens = sum(request.new_tokens for request in pending.step.requests)
+            self._kvpp_spans.add(
+                Lane.COMPUTE, pending.kind(), began, time.monotonic_ns(),
+                tokens=tokens, requests=len(pending.step.requests), blocks=len(pending.blocks),
+            )  # fmt: skip
 
     def _kvpp_serve_metrics(self) -> None:
         first = self._kvpp_options.metrics_port
@@ -291,6 +325,7 @@ class KvppWorkerMixin:
                 load_timeout=options.load_timeout_s,
                 poison_scratch=options.poison_scratch,
             ),
+            spans=self._kvpp_spans,
         )
         self._kvpp_history = BlockHistory(self._kvpp_block_size)
         self._kvpp_layer_of = {

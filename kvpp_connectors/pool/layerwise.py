@@ -8,6 +8,7 @@ the blocks are reported as invalid.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -20,6 +21,7 @@ from kvpp_connectors.pool.objects import BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
+from kvpp_core.spans import Lane, SpanRecorder
 
 __all__ = ["LayerStores", "StepLoads"]
 
@@ -35,8 +37,10 @@ class LayerStores:
         caches: Mapping[str, torch.Tensor],
         inventory: Inventory,
         staging: Staging,
+        spans: SpanRecorder,
     ) -> None:
         """Bind the caches; see BlockStore."""
+        self._spans = spans
         self._stores = {
             layer: BlockStore(backend, CacheBlocks(caches, inventory.of_layer(layer)), staging)
             for layer in inventory.layers
@@ -51,15 +55,19 @@ class LayerStores:
         self, namespace: Namespace, shard: Shard, layer: LayerId, jobs: Sequence[BlockJob]
     ) -> list[Outcome]:
         """Load one layer of all blocks of ``jobs``, one outcome each."""
-        return self._stores[layer].load(
-            [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
-        )
+        objects = [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
+        began = time.monotonic_ns()
+        outcomes = self._stores[layer].load(objects)
+        self._record(Lane.LOAD, layer, began, outcomes)
+        return outcomes
 
     def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
         """Save all layers of a job's blocks, then the marks of those that are whole."""
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
+            began = time.monotonic_ns()
             outcomes = store.save(job.objects(_key_of(namespace, shard, layer)))
+            self._record(Lane.SAVE, layer, began, outcomes)
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
         keys = [
             namespace.commit_key(found, shard)
@@ -67,6 +75,16 @@ class LayerStores:
             if is_whole
         ]
         next(iter(self._stores.values())).mark(keys)
+
+    def _record(self, lane: Lane, layer: LayerId, began: int, outcomes: Sequence[Outcome]) -> None:
+        if self._spans.on:
+            blocks, failed = len(outcomes), sum(not outcome.ok for outcome in outcomes)
+            name, index = ("draft", None) if layer.draft else (lane.value, layer.index)
+            nbytes = blocks * self._stores[layer].object_bytes
+            self._spans.add(
+                lane, name, began, time.monotonic_ns(), index,
+                bytes=nbytes, blocks=blocks, failed=failed,
+            )  # fmt: skip
 
 
 class StepLoads:

@@ -209,8 +209,9 @@ class PoolWorker:
     def _open_layers(self, kv_caches: Mapping[str, torch.Tensor], inventory: Inventory) -> None:
         reader = None
         if self._caches is not None:
-            reader = LayerStores(self._backend, kv_caches, inventory, self._staging())
-            writer = LayerStores(self._backend, kv_caches, inventory, self._staging())
+            spans = self._kvpp.spans
+            reader = LayerStores(self._backend, kv_caches, inventory, self._staging(), spans)
+            writer = LayerStores(self._backend, kv_caches, inventory, self._staging(), spans)
             self._save_job = lambda namespace, job, copied: writer.save(namespace, self._shard, job)
         layout, prefetch = self._kvpp.layout, self._facts.options.layerwise_prefetch_layers
         self._layers = StepLoads(reader, prefetch, self._shard)

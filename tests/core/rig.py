@@ -70,7 +70,7 @@ class RecordingGroup(KvppGroup):
         super().__init__(group.ranks, group.rank, group.data, group.control)
         object.__setattr__(self, "sent", [])
 
-    def broadcast(self, tensor: torch.Tensor, owner: int) -> Work:
+    def broadcast(self, tensor: torch.Tensor, owner: int) -> dist.Work:
         """Start the broadcast and note it down."""
         work = super().broadcast(tensor, owner)
         self.sent.append((tensor.numel() * tensor.element_size(), work))

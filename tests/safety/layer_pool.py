@@ -13,6 +13,7 @@ from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.objects import Staging
 from kvpp_connectors.pool.packing import Inventory
+from kvpp_core.spans import SpanRecorder
 from tests.core.rank_memory import RankMemory
 from tests.pool.stores import MemCacheStandInStore
 from tests.pool.test_keys import BASE, KVPP
@@ -33,7 +34,9 @@ def job_of(blocks: Sequence[int], name: str = "r") -> BlockJob:
 def layer_stores(backend: Backend, memory: RankMemory) -> LayerStores:
     """All layers that a rank keeps, over a backend."""
     inventory = Inventory.kept(memory.placement)
-    return LayerStores(backend, caches_of(memory), inventory, Staging(backend, STAGING))
+    return LayerStores(
+        backend, caches_of(memory), inventory, Staging(backend, STAGING), SpanRecorder()
+    )
 
 
 class LayerPool:
