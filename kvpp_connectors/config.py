@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpp_connectors.problems import Problem
+from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
@@ -76,6 +77,12 @@ class KvppOptions(BaseModel):
         strict=False,
         description="count: layer counts differ by one at most; bytes: the largest rank keeps as "
         "few bytes as possible",
+    )
+    scratch: ScratchPolicy = Field(
+        default=ScratchPolicy.LARGEST,
+        strict=False,
+        description="largest: both scratch slots hold the largest layer; fitted: each holds the "
+        "largest layer that the rank receives into it",
     )
     staging_bytes: int = Field(
         default=32 << 20,

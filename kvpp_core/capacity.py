@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvpp_core.bundles import LayerBundle
 from kvpp_core.errors import PlanError
-from kvpp_core.layout import SCRATCH_SLOTS, Placement, build_layout
+from kvpp_core.layout import SCRATCH_SLOTS, Placement, ScratchPolicy, build_layout
 from kvpp_core.ownership import OwnershipPolicy, assign_owners
 
 __all__ = ["DeploymentCapacity", "StageCapacity", "blocks_that_fit", "deployment", "stage_capacity"]
@@ -45,6 +45,7 @@ class StageCapacity:
     draft_layers: int  # kept whole by every rank of the stage
     bytes_per_block_off: int  # a rank without KVPP: everything
     bytes_per_block_on: tuple[int, ...]  # by group rank: section 2.2
+    scratch_bytes: tuple[int, ...]  # of them, both scratch slots
     memory: int  # KV memory of each rank
     reserve: int  # bytes of it that KVPP takes for itself (communicator, staging)
     blocks_off: int
@@ -144,6 +145,7 @@ def stage_capacity(
     reserve: int = 0,
     policy: OwnershipPolicy = OwnershipPolicy.COUNT,
     alignment: int = 1,
+    scratch: ScratchPolicy = ScratchPolicy.LARGEST,
 ) -> StageCapacity:
     """Capacity of one PP stage whose ``ranks`` ranks have ``memory`` bytes of KV memory each.
 
@@ -158,7 +160,7 @@ def stage_capacity(
         raise PlanError(f"stage {stage} has no target layers; a stage needs at least one")
     owners = assign_owners(bundles, ranks, policy)
     placements = [
-        Placement(tuple(bundles), owners, ranks, rank, tuple(drafts), alignment)
+        Placement(tuple(bundles), owners, ranks, rank, tuple(drafts), alignment, scratch)
         for rank in range(ranks)
     ]
     logical = placements[0].logical_bytes_per_block
@@ -169,6 +171,7 @@ def stage_capacity(
         draft_layers=len(drafts),
         bytes_per_block_off=logical,
         bytes_per_block_on=tuple(p.physical_bytes_per_block for p in placements),
+        scratch_bytes=tuple(sum(p.slot_bytes_per_block) for p in placements),
         memory=memory,
         reserve=reserve,
         blocks_off=memory // logical,

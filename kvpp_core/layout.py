@@ -14,15 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
 from kvpp_core.bundles import LayerBundle, largest_bytes_per_block
 from kvpp_core.errors import PlanError
 
-__all__ = ["SCRATCH_SLOTS", "Placement", "RankLayout", "Span", "build_layout"]
+__all__ = ["SCRATCH_SLOTS", "Placement", "RankLayout", "ScratchPolicy", "Span", "build_layout"]
 
 SCRATCH_SLOTS = 2  # the current layer and the next one
+
+
+class ScratchPolicy(StrEnum):
+    """How large the scratch slots are."""
+
+    LARGEST = "largest"  # the specification: the stage's largest target bundle, both of them
+    FITTED = "fitted"  # the largest bundle that this rank ever receives into the slot
 
 
 class Span(NamedTuple):
@@ -51,6 +59,7 @@ class Placement:
     rank: int
     drafts: tuple[LayerBundle, ...] = ()
     alignment: int = 1  # bytes; every bundle starts at a multiple of this
+    scratch: ScratchPolicy = ScratchPolicy.LARGEST
 
     def __post_init__(self) -> None:
         if len(self.owners) != len(self.bundles):
@@ -68,9 +77,15 @@ class Placement:
         return tuple(i for i, owner in enumerate(self.owners) if owner == self.rank)
 
     @property
-    def slot_bytes_per_block(self) -> int:
-        """Bytes per block of one scratch slot: the largest target bundle."""
-        return largest_bytes_per_block(self.bundles)
+    def slot_bytes_per_block(self) -> tuple[int, ...]:
+        """Bytes per block of each scratch slot."""
+        if self.scratch is ScratchPolicy.LARGEST:
+            return (largest_bytes_per_block(self.bundles),) * SCRATCH_SLOTS
+        received = [(i, b) for i, b in enumerate(self.bundles) if self.owners[i] != self.rank]
+        return tuple(
+            max((b.bytes_per_block for i, b in received if i % SCRATCH_SLOTS == slot), default=0)
+            for slot in range(SCRATCH_SLOTS)
+        )
 
     @property
     def physical_bytes_per_block(self) -> int:
@@ -78,7 +93,7 @@ class Placement:
         return (
             sum(self.bundles[i].bytes_per_block for i in self.owned)
             + sum(draft.bytes_per_block for draft in self.drafts)
-            + SCRATCH_SLOTS * self.slot_bytes_per_block
+            + sum(self.slot_bytes_per_block)
         )
 
     @property
@@ -114,8 +129,7 @@ def build_layout(placement: Placement, num_blocks: int) -> RankLayout:
     if num_blocks < 0:
         raise PlanError(f"a KV cache of {num_blocks} blocks cannot be laid out")
     cursor = _Cursor(placement.alignment)
-    slot_bytes = placement.slot_bytes_per_block * num_blocks
-    slots = tuple(cursor.take(slot_bytes) for _ in range(SCRATCH_SLOTS))
+    slots = tuple(cursor.take(size * num_blocks) for size in placement.slot_bytes_per_block)
     targets: list[Span] = []
     for ordinal, bundle in enumerate(placement.bundles):
         size = bundle.bytes_per_block * num_blocks

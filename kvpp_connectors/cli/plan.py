@@ -30,10 +30,10 @@ from kvpp_connectors.model_shapes import (
     default_layer_split,
     read_model_shape,
 )
-from kvpp_core.bundles import LayerBundle, largest_bytes_per_block
+from kvpp_core.bundles import LayerBundle
 from kvpp_core.capacity import DeploymentCapacity, StageCapacity, deployment, stage_capacity
 from kvpp_core.errors import KvppError, PlanError
-from kvpp_core.layout import SCRATCH_SLOTS
+from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 
 __all__ = ["Plan", "PlanRequest", "StagePlan", "plan", "span"]
@@ -45,6 +45,7 @@ _UNITS = {
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
 _POLICIES = [policy.value for policy in OwnershipPolicy]
+_SCRATCH = [policy.value for policy in ScratchPolicy]
 _BAD_OPTION = 2  # exit code
 _INT = "INTEGER"  # parsed here, so that a wrong one gets the same kind of sentence as the others
 _MOST = 16_384  # ranks, stages, tokens per block: a larger number is a slip
@@ -67,6 +68,7 @@ class PlanRequest:
     block_size: int  # tokens
     draft_layers: int
     ownership: OwnershipPolicy
+    scratch: ScratchPolicy
     alignment: int
 
 
@@ -75,14 +77,13 @@ class StagePlan:
     """Capacity of one PP stage, and what its bytes per block are made of."""
 
     capacity: StageCapacity
-    scratch_bytes: int  # bytes per block of the scratch slots, the same on every rank
     draft_bytes: int  # bytes per block of the draft layers, the same on every rank
 
     @property
     def owned_bytes(self) -> tuple[int, ...]:
         """Bytes per block of the owned layers, by group rank."""
-        local = self.scratch_bytes + self.draft_bytes
-        return tuple(total - local for total in self.capacity.bytes_per_block_on)
+        sizes = zip(self.capacity.bytes_per_block_on, self.capacity.scratch_bytes, strict=True)
+        return tuple(total - scratch - self.draft_bytes for total, scratch in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,13 @@ def plan(
     ownership: Annotated[
         str, typer.Option(help="Split of the layers over the ranks: count or bytes.")
     ] = OwnershipPolicy.COUNT.value,
+    scratch: Annotated[
+        str,
+        typer.Option(
+            help="Size of the scratch slots: largest (layer, both of them) or fitted (each to the "
+            "layers that the rank receives into it)."
+        ),
+    ] = ScratchPolicy.LARGEST.value,
     alignment: Annotated[
         str, typer.Option(help="Every layer's cache starts at a multiple of this size.")
     ] = "1",
@@ -209,6 +217,7 @@ def plan(
                 block_size=_whole("--block-size", block_size, 1),
                 draft_layers=_whole("--draft-layers", draft_layers, 0),
                 ownership=OwnershipPolicy(_choice("--ownership", ownership, _POLICIES)),
+                scratch=ScratchPolicy(_choice("--scratch", scratch, _SCRATCH)),
                 alignment=_size("--alignment", alignment, least=1),
             )
         )
@@ -328,8 +337,8 @@ def _stage(
             reserve=request.reserve,
             policy=request.ownership,
             alignment=request.alignment,
+            scratch=request.scratch,
         ),
-        scratch_bytes=SCRATCH_SLOTS * largest_bytes_per_block(bundles),
         draft_bytes=sum(draft.bytes_per_block for draft in drafts),
     )
 
@@ -386,6 +395,7 @@ def _as_json(made: Plan) -> dict[str, Any]:
         "reserve_bytes": request.reserve,
         "alignment_bytes": request.alignment,
         "ownership": request.ownership.value,
+        "scratch": request.scratch.value,
         "main_cache": made.main_cache,
         "indexer_cache": made.indexer_cache,
         "draft_layers": request.draft_layers,
@@ -440,7 +450,7 @@ def _heading(made: Plan) -> Iterable[str]:
     yield (
         f"TP {request.tp} x PCP {request.pcp}, PP {request.pp}; blocks of {request.block_size} "
         f"tokens; main cache {made.main_cache}, indexer cache {made.indexer_cache}; ownership by "
-        f"{request.ownership}"
+        f"{request.ownership}; {request.scratch} scratch"
     )
     yield f"{request.memory:,} bytes of KV memory per rank, {request.reserve:,} reserved by KVPP"
 
@@ -467,7 +477,7 @@ def _stage_table(stage: StagePlan) -> Table:
         table.add_row(
             str(rank),
             span(figures.owned_layers[rank]),
-            *_sizes(owned, stage.scratch_bytes, stage.draft_bytes, off),
+            *_sizes(owned, figures.scratch_bytes[rank], stage.draft_bytes, off),
             "binds" if binds else "",
             style="bold" if binds else None,
         )

@@ -89,7 +89,8 @@ def _draw_stage(panel: Any, stage: StagePlan, unit: str, scale: int) -> float:
     _draw_bar(panel, 0, {_OFF: off - stage.draft_bytes, _DRAFTS: stage.draft_bytes}, scale)
     room = _label_bar(panel, 0, off / scale, f"{off / scale:,.2f} {unit}")
     for rank, owned in enumerate(stage.owned_bytes):
-        parts = {_OWNED: owned, _SCRATCH: stage.scratch_bytes, _DRAFTS: stage.draft_bytes}
+        scratch = figures.scratch_bytes[rank]
+        parts = {_OWNED: owned, _SCRATCH: scratch, _DRAFTS: stage.draft_bytes}
         _draw_bar(panel, rank + 1, parts, scale)
         total = sum(parts.values())
         words = f"{total / scale:,.2f} {unit}, {total / off:.1%} of off"

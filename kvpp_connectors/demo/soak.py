@@ -122,7 +122,12 @@ class Soak:
             await self._quiet()
             total = self.traffic.outcomes.total()
             what = disturbance or "nothing disturbed"
-            self._settings.console.print(f"round {number + 1}, {what}: {total} requests so far")
+            memory = ", ".join(
+                f"{n} {self._ledgers[n].last.resident >> 20:,} MiB" for n in _ENGINES
+            )
+            self._settings.console.print(
+                f"round {number + 1}, {what}: {total} requests so far; {memory}"
+            )
 
     def rows(self) -> list[Row]:
         """What the table says."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvpp_connectors.config import KvppOptions
-from kvpp_core.bundles import Component, LayerBundle, group_bundles
+from kvpp_core.bundles import Component, LayerBundle, group_bundles, largest_bytes_per_block
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import Placement, RankLayout
@@ -131,11 +131,13 @@ def plan(
         rank=group.rank,
         drafts=drafts,
         alignment=options.alignment_bytes,
+        scratch=options.scratch,
     )
-    if 0 < options.staging_bytes < placement.slot_bytes_per_block:
+    largest = largest_bytes_per_block(targets)
+    if 0 < options.staging_bytes < largest:
         raise PlanError(
             f"additional_config.kvpp.staging_bytes = {options.staging_bytes:,} cannot hold one "
-            f"block of the largest layer, {placement.slot_bytes_per_block:,} bytes; give it that "
+            f"block of the largest layer, {largest:,} bytes; give it that "
             "much or 0 to switch packing off"
         )
     return placement

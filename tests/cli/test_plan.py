@@ -124,7 +124,8 @@ def test_json_is_one_object_with_the_documented_keys(run: Run) -> None:
     found = json.loads(result.stdout)
     assert list(found) == [
         *("model", "tp", "pcp", "pp", "block_size", "memory_bytes", "reserve_bytes"),
-        *("alignment_bytes", "ownership", "main_cache", "indexer_cache", "draft_layers"),
+        *("alignment_bytes", "ownership", "scratch"),
+        *("main_cache", "indexer_cache", "draft_layers"),
         *("ratio", "tokens_off", "tokens_on", "blocks_off", "blocks_on"),
         *("binding_stage_off", "binding_stage_on", "stages", "explanation"),
     ]
@@ -135,6 +136,17 @@ def test_json_is_one_object_with_the_documented_keys(run: Run) -> None:
     assert found["model"] == str(GLM / "config.json")
     assert (found["main_cache"], found["indexer_cache"]) == ("bf16", "c8-a5")
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio"),
+    [((), 6.3374), (("--ownership", "bytes"), 6.395), (("--scratch", "fitted"), 6.395)],
+)
+def test_what_each_option_buys_glm_5_2(
+    figures: Figures, options: tuple[str, ...], ratio: float
+) -> None:
+    found = figures(*A5, "--memory", "21.768GB", *options)["ratio"]
+    assert found == pytest.approx(ratio, abs=5e-4)
 
 
 def test_text_and_json_agree(run: Run, figures: Figures) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvpp_connectors.config import KvppOptions, nearest, read_settings
 from kvpp_connectors.problems import Problem, Severity
+from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
@@ -36,6 +37,10 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
     "broadcast_cost": (
         {None: None},
         ["measured", 1, True, []],
+    ),
+    "scratch": (
+        {policy.value: policy for policy in ScratchPolicy},
+        ["slots", 0, False, None, [], {}],
     ),
     "staging_bytes": ({0: 0, 1: 1, 1 << 40: 1 << 40}, [-1, "32MiB", "1", 1.5, 2.0, True, None, []]),
     "reserve_bytes": ({0: 0, 1 << 30: 1 << 30}, [-1, "1GiB", 0.5, False, None, {}]),
@@ -106,6 +111,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "decode": "broadcast",
         "ownership": "count",
         "broadcast_cost": None,
+        "scratch": "largest",
         "staging_bytes": 33_554_432,
         "reserve_bytes": 0,
         "alignment_bytes": 1,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kvpp_core.bundles import Component, LayerBundle
-from kvpp_core.layout import SCRATCH_SLOTS, Placement, Span, build_layout
+from kvpp_core.layout import SCRATCH_SLOTS, Placement, ScratchPolicy, Span, build_layout
 from kvpp_core.ownership import assign_owners
 
 __all__ = [
@@ -41,11 +41,14 @@ class Model(NamedTuple):
     bundles: tuple[LayerBundle, ...]
     drafts: tuple[LayerBundle, ...] = ()
     alignment: int = 1  # bytes
+    scratch: ScratchPolicy = ScratchPolicy.LARGEST
 
     def placement(self, ranks: int, rank: int) -> Placement:
         """The model spread over ``ranks`` ranks, seen from ``rank``."""
         owners = assign_owners(self.bundles, ranks)
-        return Placement(self.bundles, owners, ranks, rank, self.drafts, self.alignment)
+        return Placement(
+            self.bundles, owners, ranks, rank, self.drafts, self.alignment, self.scratch
+        )
 
 
 def uneven_model(layers: int) -> Model:

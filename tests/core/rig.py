@@ -109,7 +109,7 @@ class Rig:
         self.group = group
         self.device = device
         self.settings = settings
-        self.staging_bytes = int(staging_blocks * memory.placement.slot_bytes_per_block)
+        self.staging_bytes = int(staging_blocks * max(memory.placement.slot_bytes_per_block))
         staging = torch.zeros(self.staging_bytes, dtype=torch.uint8).to(memory.buffer.device)
         self.pipeline = Pipeline(memory.layout, memory.buffer, staging, group, device, settings)
         self._reads: list[_Read] = []

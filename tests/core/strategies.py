@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from kvpp_core.bundles import Component, LayerBundle
-from kvpp_core.layout import Placement
+from kvpp_core.layout import Placement, ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy, assign_owners
 
 __all__ = ["bundles", "placements", "sized"]
@@ -44,4 +44,5 @@ def placements(draw: st.DrawFn) -> Placement:
         draw(st.integers(0, ranks - 1)),
         draw(bundles(max_layers=3, prefix="drafts")),
         draw(st.sampled_from([1, 1, 2, 7, 64, 512, 4096])),
+        draw(st.sampled_from(ScratchPolicy)),
     )

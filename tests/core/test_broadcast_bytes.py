@@ -13,6 +13,7 @@ import pytest
 
 from kvpp_core import transfer
 from kvpp_core.bundles import Component, LayerBundle
+from kvpp_core.layout import ScratchPolicy
 from kvpp_core.policy import BroadcastPolicy
 from kvpp_core.transfer import BundleTransfer
 from tests.core.byte_check import Seen, check_step, check_step_without_history
@@ -109,7 +110,8 @@ def _random_model(draw: random.Random) -> Model:
         ]
         bundles.append(LayerBundle(layer, tuple(parts)))
     drafts = (LayerBundle(99, (Component("draft", draw.randint(1, 200)),)),)
-    return Model(tuple(bundles), drafts[: draw.randint(0, 1)], draw.choice([1, 1, 7, 64]))
+    alignment, scratch = draw.choice([1, 1, 7, 64]), draw.choice(list(ScratchPolicy))
+    return Model(tuple(bundles), drafts[: draw.randint(0, 1)], alignment, scratch)
 
 
 POLICIES = list(BroadcastPolicy)

@@ -69,7 +69,7 @@ def run_transfers(rank: Rank, cache: Model) -> list[str]:
     """Every bundle in every mode, one by one and without a pipeline."""
     r = make_rig(rank, "cpu", model=cache, num_blocks=NUM_BLOCKS)
     memory, history = r.memory, History.of(ACTIVE_SETS[0], NUM_BLOCKS)
-    staging = torch.zeros(2 * memory.placement.slot_bytes_per_block, dtype=torch.uint8)
+    staging = torch.zeros(sum(memory.placement.slot_bytes_per_block), dtype=torch.uint8)
     stream = CpuStream()
     transfer = BundleTransfer(memory.layout, memory.buffer, staging, r.group, stream)
     found = []

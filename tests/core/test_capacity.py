@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.capacity import DeploymentCapacity, StageCapacity, deployment, stage_capacity
 from kvpp_core.errors import PlanError
+from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 from tests.core.strategies import bundles, sized
 
@@ -94,6 +95,25 @@ def test_by_bytes_glm_5_2_gains_nearly_one_percent() -> None:
     )
     assert stage.ratio == pytest.approx(6.395, abs=5e-4)
     assert len(stage.owned_layers[0]) == 9
+
+
+def test_fitted_scratch_gains_as_much_and_no_layer_moves() -> None:
+    """Rank 0 keeps layer 1, the only odd one with an indexer: its slot 1 needs the main cache only.
+
+    With both, rank 0 binds no longer, and little more is gained.
+    """
+    stages = {
+        (policy, scratch): stage_capacity(
+            0, glm_5_2(), (), ranks=8, memory=21_768_000_000, policy=policy, scratch=scratch
+        )
+        for policy in OwnershipPolicy
+        for scratch in ScratchPolicy
+    }
+    by_count, fitted = OwnershipPolicy.COUNT, ScratchPolicy.FITTED
+    assert stages[by_count, ScratchPolicy.LARGEST].ratio == pytest.approx(6.3374, abs=5e-5)
+    assert stages[by_count, fitted].ratio == pytest.approx(6.395, abs=5e-4)
+    assert [len(owned) for owned in stages[by_count, fitted].owned_layers] == [10] * 6 + [9] * 2
+    assert stages[OwnershipPolicy.BYTES, fitted].ratio >= stages[by_count, fitted].ratio
 
 
 def _pp2(reserve: int) -> DeploymentCapacity:
