@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, Unpack
 import torch
 import torch.distributed as dist
 
+from kvpp_core.bundles import largest_bytes_per_block
 from kvpp_core.device.base import Device, Fence, Work
 from kvpp_core.device.cpu import CpuDevice
 from kvpp_core.group import KvppGroup, make_group
@@ -109,7 +110,7 @@ class Rig:
         self.group = group
         self.device = device
         self.settings = settings
-        self.staging_bytes = int(staging_blocks * max(memory.placement.slot_bytes_per_block))
+        self.staging_bytes = int(staging_blocks * largest_bytes_per_block(memory.placement.bundles))
         staging = torch.zeros(self.staging_bytes, dtype=torch.uint8).to(memory.buffer.device)
         self.pipeline = Pipeline(memory.layout, memory.buffer, staging, group, device, settings)
         self._reads: list[_Read] = []
