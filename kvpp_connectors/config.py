@@ -70,7 +70,8 @@ class KvppOptions(BaseModel):
         default=DecodePolicy.BROADCAST,
         strict=False,
         description="broadcast: the history of decode tokens moves like any other; owner: their "
-        "queries go to the owner of each layer instead, and results come back",
+        "queries go to the owner of each layer instead, and results come back; auto: owner where "
+        "the model and the platform can, else broadcast",
     )
     ownership: OwnershipPolicy = Field(
         default=OwnershipPolicy.COUNT,

@@ -56,6 +56,7 @@ class DecodePolicy(StrEnum):
 
     BROADCAST = "broadcast"  # on its own rank: the history moves
     OWNER = "owner"  # at the owner: its query moves
+    AUTO = "auto"  # at the owner where that can be done
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ weights of another rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,22 @@ import torch
 from kvpp_core.errors import KvppError
 from kvpp_core.exchange import HeadExchange
 
-__all__ = ["OwnerDecode"]
+__all__ = ["OwnerDecode", "unfit"]
 
 # Those whose forward_mqa takes any number of heads and prepares nothing for one.
 _IMPLEMENTATIONS = ("CPUMLAImpl",)
+
+
+def unfit(layers: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """Why the layers of these names cannot attend at their owners, or None."""
+    for name in names:
+        kind = type(layers[name].impl).__name__
+        if kind not in _IMPLEMENTATIONS:
+            return (
+                f"{name} attends by {kind}; decode at the owner is made for "
+                f"{', '.join(_IMPLEMENTATIONS)}"
+            )
+    return None
 
 
 class OwnerDecode:
@@ -34,14 +46,10 @@ class OwnerDecode:
         """
         self._exchange = exchange
         self._tokens: int | None = None
+        if (reason := unfit(layers, owners)) is not None:
+            raise KvppError(f"kvpp.decode: {reason}. Use decode = broadcast.")
         for name, owner in owners.items():
             implementation = layers[name].impl
-            kind = type(implementation).__name__
-            if kind not in _IMPLEMENTATIONS:
-                raise KvppError(
-                    f"kvpp.decode: {name} attends by {kind}; owner decode is made for "
-                    f"{', '.join(_IMPLEMENTATIONS)}. Use decode = broadcast."
-                )
             implementation.forward_mqa = self._at_owner(implementation, owner, name)
 
     @property

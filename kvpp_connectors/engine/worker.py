@@ -15,7 +15,7 @@ import torch
 from kvpp_connectors.config import read_settings
 from kvpp_connectors.engine import groups, hooks
 from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
-from kvpp_connectors.engine.owner_decode import OwnerDecode
+from kvpp_connectors.engine.owner_decode import OwnerDecode, unfit
 from kvpp_connectors.engine.placement import (
     backing_buffer,
     block_size_of,
@@ -265,20 +265,31 @@ class KvppWorkerMixin:
         """Make every target layer call `_kvpp_acquire` before it touches its cache."""
         hooks.hook_layers(self._kvpp_layers(), self._kvpp_layer_of, self._kvpp_acquire)
 
-    def _kvpp_owner_decode(self, placement: Placement) -> OwnerDecode:
-        """Hook the attention of every target layer.
+    def _kvpp_owner_decode(self, placement: Placement) -> OwnerDecode | None:
+        """Hook the attention of every target layer, if decode tokens are to attend at the owner.
 
         Raises:
-            KvppError: an attention implementation is not known to take it.
+            KvppError: ``decode`` is owner, and an attention implementation does not take it.
         """
         from vllm.distributed.parallel_state import get_tp_group
 
+        decode = self._kvpp_options.decode
+        if decode is DecodePolicy.BROADCAST:
+            return None
         owners = {
             component.name: owner
             for bundle, owner in zip(placement.bundles, placement.owners, strict=True)
             for component in bundle.components
         }
-        return OwnerDecode(HeadExchange(get_tp_group()), self._kvpp_layers(), owners)
+        layers = self._kvpp_layers()
+        if decode is DecodePolicy.AUTO:
+            pcp = self.parallel_config.prefill_context_parallel_size
+            reason = f"PCP is {pcp}" if pcp > 1 else unfit(layers, owners)
+            if reason is not None:
+                logger.info("kvpp.decode: auto broadcasts: %s", reason)
+                return None
+            logger.info("kvpp.decode: auto attends at the owner of each layer")
+        return OwnerDecode(HeadExchange(get_tp_group()), layers, owners)
 
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context
@@ -332,8 +343,7 @@ class KvppWorkerMixin:
             c.name: bundle.layer for bundle in layout.placement.bundles for c in bundle.components
         }
         self._kvpp_hook()
-        if options.decode is DecodePolicy.OWNER:
-            self._kvpp_decode = self._kvpp_owner_decode(layout.placement)
+        self._kvpp_decode = self._kvpp_owner_decode(layout.placement)
         self.model_runner.get_model().register_forward_pre_hook(self._kvpp_before_forward)
         self._kvpp_pipeline = pipeline
         logger.info(

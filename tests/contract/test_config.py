@@ -28,7 +28,7 @@ VALUES: dict[str, tuple[dict[Any, Any], list[Any]]] = {
     ),
     "decode": (
         {policy.value: policy for policy in DecodePolicy},
-        ["auto", "OWNER", "", 1, True, None, ["owner"]],
+        ["automatic", "OWNER", "", 1, True, None, ["owner"]],
     ),
     "ownership": (
         {policy.value: policy for policy in OwnershipPolicy},

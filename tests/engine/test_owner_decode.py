@@ -46,7 +46,8 @@ def runs(checkpoint: Callable[[int], Path]) -> Iterator[Runs]:
     model = checkpoint(LAYERS)
     with start_engine(model, kvpp_off(), blocks=BLOCKS) as engine:
         off = run_all(engine)
-    with start_engine(model, kvpp_on(decode="owner"), blocks=BLOCKS) as engine:
+    # `auto` attends at the owner here; that it broadcasts for sparse models: test_sparse_equality.py.
+    with start_engine(model, kvpp_on(decode="auto"), blocks=BLOCKS) as engine:
         at_owner = run_all(engine)
         by_context = [moved(engine, length) for length in CONTEXTS]
         engine.reset_prefix_cache()

@@ -83,7 +83,9 @@ def traces(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Tr
     folder: Path = tiny_models.write(tmp_path_factory.mktemp("sparse"), model)
     with start_engine(folder, kvpp_off(), **options) as engine:
         off = run_all(engine)
-    with start_engine(folder, kvpp_on(broadcast="active", scratch="fitted"), **options) as engine:
+    with start_engine(
+        folder, kvpp_on(broadcast="active", scratch="fitted", decode="auto"), **options
+    ) as engine:
         before = engine.free_blocks
         on = run_all(engine)
         after = engine.free_blocks
