@@ -46,7 +46,7 @@ def runs(checkpoint: Callable[[int], Path]) -> Iterator[Runs]:
     model = checkpoint(LAYERS)
     with start_engine(model, kvpp_off(), blocks=BLOCKS) as engine:
         off = run_all(engine)
-    # `auto` attends at the owner here; that it broadcasts for sparse models: test_sparse_equality.py.
+    # `auto` attends at the owner here; test_sparse_equality.py has one that cannot, and broadcasts.
     with start_engine(model, kvpp_on(decode="auto"), blocks=BLOCKS) as engine:
         at_owner = run_all(engine)
         by_context = [moved(engine, length) for length in CONTEXTS]
