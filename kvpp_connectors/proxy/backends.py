@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -132,7 +133,7 @@ class Backends:
         with _reported(node, f"no answer within {bound:g} s"):
             async with (
                 asyncio.timeout(bound),
-                self._post(node, call, call.prefill_body(), number) as response,
+                await self._post(node, call, call.prefill_body(), number) as response,
             ):
                 await _check(node, response)
                 return _read_prefill(node, await response.read())
@@ -194,15 +195,24 @@ class Backends:
                 await _check(node, response)
                 return await _read_whole(node, response)
 
-    def _post(
+    async def _post(
         self, node: Node, call: Call, body: bytes, number: int
-    ) -> aiohttp.client._RequestContextManager:
-        return self._session.post(
+    ) -> aiohttp.ClientResponse:
+        """Send a request. A connection that was not there in time is tried once more.
+
+        Nothing was sent then, and it may have been this process that had no time for a while.
+        """
+        post = partial(
+            self._session.post,
             node.url + call.path,
             data=body,
             headers=call.headers_of_try(number),
             allow_redirects=False,
         )
+        try:
+            return await post()
+        except aiohttp.ConnectionTimeoutError:
+            return await post()
 
     async def _open(self, node: Node, response: aiohttp.ClientResponse) -> Whole | Streamed:
         if response.content_type != "text/event-stream":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
+import aiohappyeyeballs
 import pytest
 
 from tests.proxy.backend import Answer, broken_stream, empty, gated, hang, offer, reset, whole
@@ -170,3 +172,25 @@ async def test_a_release_that_raises_or_does_not_end_harms_no_request() -> None:
         await w.comes_true("releases_total", 1.0, result="not_released")
         gate.set()
         assert (await w.ask()).status == 200
+
+
+@looped
+async def test_a_connection_that_came_late_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proxy had no processor for longer than a connection may take: the node is well."""
+    connect = aiohappyeyeballs.start_connection
+    late = [True, False, True, False]  # to prefill, again, to decode, again
+
+    async def start_connection(*args: Any, **kwargs: Any) -> Any:
+        if asyncio.current_task() not in others and late.pop(0):
+            time.sleep(0.5)  # nothing else runs in this process either
+            await asyncio.sleep(0)
+        return await connect(*args, **kwargs)
+
+    async with world(retries=0, connect_timeout=0.2, probe_interval=60.0) as w:
+        others = asyncio.all_tasks()
+        monkeypatch.setattr(aiohappyeyeballs, "start_connection", start_connection)
+        assert (await w.ask()).status == 200
+        monkeypatch.undo()
+    assert not late
