@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
-from kvpp_connectors.cli.turns import in_turns, medians, ratio
+from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.turns import in_turns, medians, ratio
 
 __all__ = ["EngineTiming", "time_engines"]
 

@@ -16,8 +16,8 @@ from typing import Annotated
 
 import typer
 
-from kvpp_connectors.cli.bench_p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
-from kvpp_connectors.cli.turns import Way, in_turns, medians, ratio, show
+from kvpp_connectors.cli.bench.p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
+from kvpp_connectors.cli.bench.turns import Way, in_turns, medians, ratio, show
 
 __all__ = ["GroupTiming", "P2pTiming", "bench_p2p"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from kvpp_connectors.cli.bench.turns import show
 from kvpp_connectors.cli.gloo_ranks import TIMEOUT_S, run_ranks
-from kvpp_connectors.cli.turns import show
 
 if TYPE_CHECKING:
     from kvpp_core.group import KvppGroup

@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from kvpp_connectors.cli.bench_pool_engines import LENGTH, PROMPTS, EngineTiming, time_engines
-from kvpp_connectors.cli.bench_pool_sides import LAYERS, Client, pool
-from kvpp_connectors.cli.turns import Way, in_turns, medians, ratio, show
+from kvpp_connectors.cli.bench.pool_engines import LENGTH, PROMPTS, EngineTiming, time_engines
+from kvpp_connectors.cli.bench.pool_sides import LAYERS, Client, pool
+from kvpp_connectors.cli.bench.turns import Way, in_turns, medians, ratio, show
 
 __all__ = ["PoolTiming", "bench_pool"]
 

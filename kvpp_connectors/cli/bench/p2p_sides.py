@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

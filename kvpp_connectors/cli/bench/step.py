@@ -24,8 +24,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
-from kvpp_connectors.cli.turns import Turns, in_turns, ratio, show
+from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.turns import Turns, in_turns, ratio, show
 
 __all__ = ["StepTiming", "bench_step"]
 
