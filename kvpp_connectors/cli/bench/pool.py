@@ -9,23 +9,43 @@ transfer, verify; and back. Every way uses the same client. docs/benchmarks.md.
 from __future__ import annotations
 
 import itertools
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kvpp_connectors.cli.bench.base import (
+    AsJson,
+    AsMarkdown,
+    Curve,
+    Figures,
+    Picture,
+    Table,
+    conclude,
+    extent,
+)
 from kvpp_connectors.cli.bench.pool_engines import LENGTH, PROMPTS, EngineTiming, time_engines
 from kvpp_connectors.cli.bench.pool_sides import LAYERS, Client, pool
-from kvpp_connectors.cli.bench.turns import Way, in_turns, medians, ratio, show
+from kvpp_connectors.cli.bench.turns import (
+    Spread,
+    Way,
+    in_turns,
+    medians,
+    one_thread,
+    ratio,
+)
 
-__all__ = ["PoolTiming", "bench_pool"]
+__all__ = ["PoolFigures", "PoolTiming", "bench_pool"]
 
 _SIZES_KIB = (64, 256, 1024, 4096)
+_HEADS = (
+    *("memory", "objects", "raw put", "save", "save / raw"),
+    *("raw get", "load", "load / raw", "ask", "pack", "unpack"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +62,44 @@ class PoolTiming:
     ask: float  # the store, before and after a put
     pack: float  # blocks out of the caches
     unpack: float  # blocks into the caches
-    save_to_raw_goodput: float
-    load_to_raw_goodput: float
+    save_to_raw_goodput: Spread
+    load_to_raw_goodput: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures(Figures):
+    """Objects of every size, and engines if they were asked for."""
+
+    objects: list[PoolTiming]
+    engines: list[EngineTiming]
+
+    def tables(self) -> list[Table]:
+        title = f"Saving and loading blocks of {LAYERS} layers over tcp, GB/s"
+        tables = [Table(title, _HEADS, tuple(map(_row, self.objects)))]
+        title = f"{PROMPTS} prompts of {LENGTH} tokens in an engine, seconds"
+        heads = ("prompts", "vLLM's", "ours", "faster than vLLM's")
+        tables += [Table(title, heads, _engine_rows(timing)) for timing in self.engines]
+        return tables
+
+    def summary(self) -> str:
+        saves = extent("goodput, save / raw", (t.save_to_raw_goodput for t in self.objects))
+        return f"{saves}; {extent('load / raw', (t.load_to_raw_goodput for t in self.objects))}"
+
+    def picture(self) -> Picture:
+        ways: dict[str, Callable[[PoolTiming], Spread]] = {
+            "save": lambda t: t.save_to_raw_goodput,
+            "load": lambda t: t.load_to_raw_goodput,
+        }
+        curves = tuple(
+            Curve(
+                f"{way}, {memory} memory",
+                tuple((float(t.object_kib), of(t)) for t in self.objects if t.memory == memory),
+            )
+            for memory in dict.fromkeys(t.memory for t in self.objects)
+            for way, of in ways.items()
+        )
+        title = "Saving and loading over tcp, against Mooncake alone"
+        return Picture(title, "object, KiB", "goodput / raw", curves, log_across=True)
 
 
 def bench_pool(
@@ -52,37 +108,23 @@ def bench_pool(
     engines: Annotated[
         bool, typer.Option(help="Also run engines, against vLLM's MooncakeStoreConnector.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print tables for docs/benchmarks.md.")
-    ] = False,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Time saving and loading over tcp on this machine against raw batched Mooncake."""
-    import torch
+    conclude("pool", lambda: _measure(megabytes, repeats, engines), as_json, as_markdown)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as a worker's threads, which share the processor with the model
-    try:
-        timings = [
-            timing
-            for lent in (False, True)
-            for timing in _time_all(megabytes, repeats, own_memory=lent)
-        ]
-        compared = [_time_engines(repeats)] if engines else []
-    finally:
-        torch.set_num_threads(threads)
-    if as_json:
-        rows = {
-            "objects": [asdict(timing) for timing in timings],
-            "engines": [asdict(timing) for timing in compared],
-        }
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    title = f"Saving and loading blocks of {LAYERS} layers over tcp, GB/s"
-    show(title, _rows(timings), markdown)
-    for timing in compared:
-        title = f"{PROMPTS} prompts of {LENGTH} tokens in an engine, seconds"
-        show(title, _engine_rows(timing), markdown)
+
+def _measure(megabytes: int, repeats: int, engines: bool) -> PoolFigures:
+    with one_thread():
+        return PoolFigures(
+            [
+                timing
+                for lent in (False, True)
+                for timing in _time_all(megabytes, repeats, own_memory=lent)
+            ],
+            [_time_engines(repeats)] if engines else [],
+        )
 
 
 def _time_all(megabytes: int, repeats: int, *, own_memory: bool) -> list[PoolTiming]:
@@ -106,7 +148,11 @@ def _time_engines(repeats: int) -> EngineTiming:
 
 def _time(client: Client, repeats: int, memory: str) -> PoolTiming:
     with closing(client):
-        turns = in_turns(_ways(client), repeats, client.remove_new)
+        ways = _ways(client)
+        turns = in_turns(ways, repeats, client.remove_new)
+        client.clear()
+        ways["load"]()
+        client.check()
     return PoolTiming(
         memory,
         client.object_bytes >> 10,
@@ -150,31 +196,20 @@ def _ways(client: Client) -> dict[str, Way]:
     }
 
 
-def _rows(timings: Sequence[PoolTiming]) -> list[tuple[str, ...]]:
-    heads = (
-        *("memory", "objects", "raw put", "save", "save / raw"),
-        *("raw get", "load", "load / raw", "ask", "pack", "unpack"),
+def _row(t: PoolTiming) -> tuple[str, ...]:
+    return (
+        *(t.memory, f"{t.object_kib} KiB"),
+        *(f"{t.megabytes / t.raw_put / 1e3:.2f}", f"{t.megabytes / t.save / 1e3:.2f}"),
+        str(t.save_to_raw_goodput),
+        *(f"{t.megabytes / t.raw_get / 1e3:.2f}", f"{t.megabytes / t.load / 1e3:.2f}"),
+        str(t.load_to_raw_goodput),
+        *(f"{part / t.save:.0%}" for part in (t.ask, t.pack)),
+        f"{t.unpack / t.load:.0%}",
     )
-    return [
-        heads,
-        *(
-            (
-                *(t.memory, f"{t.object_kib} KiB"),
-                *(f"{t.megabytes / t.raw_put / 1e3:.2f}", f"{t.megabytes / t.save / 1e3:.2f}"),
-                f"{t.save_to_raw_goodput:.2f}",
-                *(f"{t.megabytes / t.raw_get / 1e3:.2f}", f"{t.megabytes / t.load / 1e3:.2f}"),
-                f"{t.load_to_raw_goodput:.2f}",
-                *(f"{part / t.save:.0%}" for part in (t.ask, t.pack)),
-                f"{t.unpack / t.load:.0%}",
-            )
-            for t in timings
-        ),
-    ]
 
 
-def _engine_rows(t: EngineTiming) -> list[tuple[str, ...]]:
-    return [
-        ("prompts", "vLLM's", "ours", "faster than vLLM's"),
-        ("new", f"{t.vllm_new:.2f}", f"{t.ours_new:.2f}", f"{t.ours_to_vllm_new:.2f}"),
-        ("loaded", f"{t.vllm_again:.2f}", f"{t.ours_again:.2f}", f"{t.ours_to_vllm_again:.2f}"),
-    ]
+def _engine_rows(t: EngineTiming) -> tuple[tuple[str, ...], ...]:
+    return (
+        ("new", f"{t.vllm_new:.2f}", f"{t.ours_new:.2f}", str(t.ours_to_vllm_new)),
+        ("loaded", f"{t.vllm_again:.2f}", f"{t.ours_again:.2f}", str(t.ours_to_vllm_again)),
+    )

@@ -7,33 +7,40 @@ demo's: so small that what KVPP adds to a step shows at its largest. docs/benchm
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
-from kvpp_connectors.cli.bench.turns import Turns, in_turns, ratio, show
+from kvpp_connectors.cli.bench.base import (
+    AsJson,
+    AsMarkdown,
+    Curve,
+    Figures,
+    Picture,
+    Table,
+    conclude,
+    extent,
+)
+from kvpp_connectors.cli.bench.engines import SWITCHES, Engine
+from kvpp_connectors.cli.bench.turns import Spread, Turns, in_turns, ratio
 
-__all__ = ["StepTiming", "bench_step"]
+__all__ = ["StepFigures", "StepTiming", "bench_step"]
 
 RANKS, CHUNK, DECODES = 2, 512, 16
+_STEPS = ("prefill", "decode")
 _ENGINES: Mapping[str, dict[str, Any]] = {
-    "off": {"kvpp": {"cpu_profile": True}},
-    "broadcast": {"enable_kvpp": True},
-    "owner": {"enable_kvpp": True, "kvpp": {"decode": "owner"}},
+    "off": SWITCHES["off"],
+    "broadcast": SWITCHES["on"],
+    "owner": SWITCHES["on"] | {"kvpp": {"decode": "owner"}},
 }
 _WAYS = {  # name: engine, and the broadcast policy it is given
     "off": ("off", None),
@@ -50,11 +57,62 @@ class StepTiming:
     step: str
     context: int
     off: float  # median seconds
-    full_to_off: float  # ratios of time
-    auto_to_off: float
-    owner_to_off: float
+    full_to_off: Spread  # ratios of time
+    auto_to_off: Spread
+    owner_to_off: Spread
     auto_bytes: int  # moved in the group, in one step
     owner_bytes: int
+    equal: bool  # all ways gave the same tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures(Figures):
+    """Both kinds of step at every length."""
+
+    timings: list[StepTiming]
+
+    def tables(self) -> list[Table]:
+        heads = (
+            *("step", "history", "off, ms", "full / off", "auto / off", "owner / off"),
+            *("auto, KiB", "owner, KiB"),
+        )
+        rows = [
+            (
+                *(t.step, str(t.context), f"{t.off * 1e3:.2f}"),
+                *(str(r) for r in (t.full_to_off, t.auto_to_off, t.owner_to_off)),
+                *(f"{count / 1024:.0f}" for count in (t.auto_bytes, t.owner_bytes)),
+            )
+            for t in self.timings
+        ]
+        return [Table(f"A step of one request, TP{RANKS}: time on / off", heads, tuple(rows))]
+
+    def summary(self) -> str:
+        return "; ".join(
+            extent(f"{step}, auto / off", (t.auto_to_off for t in self.timings if t.step == step))
+            for step in _STEPS
+        )
+
+    def picture(self) -> Picture:
+        ways: dict[str, Callable[[StepTiming], Spread]] = {
+            "auto": lambda t: t.auto_to_off,
+            "owner": lambda t: t.owner_to_off,
+        }
+        curves = tuple(
+            Curve(
+                f"{step}, {way}",
+                tuple((float(t.context), of(t)) for t in self.timings if t.step == step),
+            )
+            for step in _STEPS
+            for way, of in ways.items()
+        )
+        return Picture("A step with KVPP on", "tokens of history", "time on / off", curves)
+
+    def problems(self) -> list[str]:
+        return [
+            f"behind {t.context} tokens of history the tokens with KVPP on are not those of off"
+            for t in self.timings
+            if t.step == "decode" and not t.equal
+        ]
 
 
 def bench_step(
@@ -62,18 +120,15 @@ def bench_step(
         str, typer.Option(help="Tokens of history, separated by commas.")
     ] = "1024,4096,8192",
     repeats: Annotated[int, typer.Option(min=3, help="Requests per figure.")] = 5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a table for docs/benchmarks.md.")
-    ] = False,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
 ) -> None:
-    """Time steps of the demo's model in real engines, KVPP on against off."""
+    """Time steps of the demo's model in real engines, KVPP on against off.
+
+    Exit code 1 if an engine with KVPP answers with other tokens than the one without.
+    """
     lengths = [int(context) for context in contexts.split(",")]
-    timings = _time_all(lengths, repeats)
-    if as_json:
-        typer.echo(json.dumps([asdict(timing) for timing in timings], indent=2))
-    else:
-        show(f"A step of one request, TP{RANKS}: time, KVPP on / off", _rows(timings), markdown)
+    conclude("step", lambda: StepFigures(_time_all(lengths, repeats)), as_json, as_markdown)
 
 
 def _time_all(contexts: list[int], repeats: int) -> list[StepTiming]:
@@ -83,87 +138,71 @@ def _time_all(contexts: list[int], repeats: int) -> list[StepTiming]:
     with tempfile.TemporaryDirectory(prefix="kvpp-bench-") as folder, ExitStack() as stack:
         shape = TinyModel(max_position_embeddings=longest)
         model = str(write_checkpoint(Path(folder) / "model", shape))
+        options: dict[str, Any] = {
+            "tensor_parallel_size": RANKS,
+            "kv_cache_memory_bytes": 320 << 20,
+            "max_num_batched_tokens": CHUNK,
+            "max_model_len": longest,
+            "max_num_seqs": 1,
+            "enable_prefix_caching": False,
+        }
         engines = {
             name: stack.enter_context(
-                AskedProcess(f"the engine {name!r}", _serve, model, config, longest)
+                Engine(f"the engine {name!r}", _measure, model, additional_config=config, **options)
             )
             for name, config in _ENGINES.items()
         }
         return [timing for context in contexts for timing in _time(engines, context, repeats)]
 
 
-def _time(engines: Mapping[str, AskedProcess], context: int, repeats: int) -> list[StepTiming]:
+def _time(engines: Mapping[str, Engine], context: int, repeats: int) -> list[StepTiming]:
     """Both kinds of step; each request gives a figure for both."""
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in _WAYS}
+    seen: dict[str, list[_Seen]] = {name: [] for name in _WAYS}
 
     def request(way: str) -> None:
         engine, policy = _WAYS[way]
         seen[way].append(engines[engine].ask((context, len(seen[way]), policy)))
 
     in_turns({way: partial(request, way) for way in _WAYS}, repeats)
+    equal = all(
+        seen[way][turn].tokens == seen["off"][turn].tokens
+        for way in _WAYS
+        for turn in range(repeats + 1)
+    )
+    last = {way: seen[way][-1] for way in _WAYS}
     timings = []
-    for step in ("prefill", "decode"):
+    for step in _STEPS:
         turns: Turns = [
-            {way: seen[way][turn][step] for way in _WAYS} for turn in range(1, repeats + 1)
+            {way: seen[way][turn].seconds[step] for way in _WAYS} for turn in range(1, repeats + 1)
         ]
-        last = {way: seen[way][-1] for way in _WAYS}
         timings.append(
             StepTiming(
                 step,
                 context,
                 statistics.median(turn["off"] for turn in turns),
-                **{f"{way}_to_off": 1 / ratio(turns, "off", way) for way in _WAYS if way != "off"},
-                auto_bytes=int(last["auto"][f"{step}_bytes"]),
-                owner_bytes=int(last["owner"][f"{step}_bytes"]),
+                **{f"{way}_to_off": ratio(turns, way, "off") for way in _WAYS if way != "off"},
+                auto_bytes=last["auto"].moved[step],
+                owner_bytes=last["owner"].moved[step],
+                equal=equal,
             )
         )
     return timings
 
 
-def _rows(timings: list[StepTiming]) -> list[tuple[str, ...]]:
-    heads = (
-        *("step", "history", "off, ms", "full / off", "auto / off", "owner / off"),
-        *("auto, KiB", "owner, KiB"),
-    )
-    return [
-        heads,
-        *(
-            (
-                *(t.step, str(t.context), f"{t.off * 1e3:.2f}"),
-                *(f"{r:.2f}" for r in (t.full_to_off, t.auto_to_off, t.owner_to_off)),
-                *(f"{count / 1024:.0f}" for count in (t.auto_bytes, t.owner_bytes)),
-            )
-            for t in timings
-        ),
-    ]
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One request, by kind of step."""
+
+    seconds: dict[str, float]
+    moved: dict[str, int]  # bytes, in one step
+    tokens: list[int]  # of the answer
 
 
-def _serve(parent: Connection, model: str, config: dict[str, Any], longest: int) -> None:
-    """In the engine's process."""
-    from kvpp_connectors.demo.settings import ENVIRONMENT
-
-    os.environ.update(ENVIRONMENT)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
-    from kvpp_connectors.demo.engine import start
-
-    llm = start(
-        model,
-        additional_config=config,
-        tensor_parallel_size=RANKS,
-        kv_cache_memory_bytes=320 << 20,
-        max_num_batched_tokens=CHUNK,
-        max_model_len=longest,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-    )
-    answer_all(parent, lambda asked: _measure(llm, *asked))
-    llm.llm_engine.engine_core.shutdown()
-
-
-def _measure(llm: Any, context: int, seed: int, policy: str | None) -> dict[str, float]:
-    """The last chunk of a prompt, and the median decode step: seconds, and bytes moved."""
+def _measure(llm: Any, asked: tuple[int, int, str | None]) -> _Seen:
+    """In the engine's process: the last chunk of a prompt, and the median decode step."""
     from vllm import SamplingParams
 
+    context, seed, policy = asked
     if policy is not None:
         llm.collective_rpc("kvpp_set_broadcast", args=(policy,))
     numbers = random.Random(seed)
@@ -174,21 +213,22 @@ def _measure(llm: Any, context: int, seed: int, policy: str | None) -> dict[str,
     engine, chunks = llm.llm_engine, -(-context // CHUNK)
     engine.add_request("request", {"prompt_token_ids": prompt}, sampling)
     seconds, moved = [], []
+    outputs: list[Any] = []
     for step in range(chunks + DECODES):
         if step >= chunks - 1:
             moved.append(_moved(llm, policy))
         started = time.perf_counter()
-        engine.step()
+        outputs = engine.step()
         seconds.append(time.perf_counter() - started)
     moved.append(_moved(llm, policy))
     if engine.has_unfinished_requests():
         raise RuntimeError("the request took more steps than its chunks and its decodes")
-    return {
-        "prefill": seconds[chunks - 1],
-        "decode": statistics.median(seconds[chunks:]),
-        "prefill_bytes": moved[1] - moved[0],
-        "decode_bytes": moved[-1] - moved[-2],
-    }
+    [answer] = outputs[-1].outputs
+    return _Seen(
+        {"prefill": seconds[chunks - 1], "decode": statistics.median(seconds[chunks:])},
+        {"prefill": moved[1] - moved[0], "decode": moved[-1] - moved[-2]},
+        list(answer.token_ids),
+    )
 
 
 def _moved(llm: Any, policy: str | None) -> int:

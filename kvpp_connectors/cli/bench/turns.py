@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: ways to do one thing, timed in turns, and their tables.
+"""Ways to do one thing, timed in turns, and how far the turns lie apart.
 
 A turn runs every way once, in an order of its own: whatever comes before a way, and what else the
 machine does meanwhile, meets all of them alike. A ratio is the median over turns of the ratio
@@ -10,25 +10,38 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
-__all__ = ["Turns", "Way", "in_turns", "medians", "ratio", "show"]
+__all__ = ["Spread", "Turns", "Way", "in_turns", "medians", "one_thread", "ratio", "spread"]
 
 Way = Callable[[], float | None]  # one that returns seconds has measured itself
 Turns = list[dict[str, float]]  # seconds by way, for each turn
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure that each turn gave: its median and its quartiles."""
+
+    median: float
+    low: float  # a quarter of the turns lie below
+    high: float  # a quarter of the turns lie above
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
 def in_turns(
-    ways: Mapping[str, Way], repeats: int, between: Callable[[], object] = lambda: None
+    ways: Mapping[str, Way],
+    repeats: int,
+    between: Callable[[], object] = lambda: None,
+    warm_ups: int = 1,
 ) -> Turns:
-    """Time all ways ``repeats`` times, after a turn that warms up; ``between`` ends each turn."""
+    """Time all ways ``repeats`` times, after turns that warm up; ``between`` ends each turn."""
     turns: Turns = []
     order, chance = list(ways.items()), random.Random(0)
-    for _ in range(repeats + 1):
+    for _ in range(warm_ups + repeats):
         turn = {}
         chance.shuffle(order)
         for name, way in order:
@@ -37,7 +50,7 @@ def in_turns(
             turn[name] = time.perf_counter() - started if measured is None else measured
         turns.append(turn)
         between()
-    return turns[1:]
+    return turns[warm_ups:]
 
 
 def medians(turns: Turns) -> dict[str, float]:
@@ -45,19 +58,28 @@ def medians(turns: Turns) -> dict[str, float]:
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
-def ratio(turns: Turns, reference: str, way: str) -> float:
+def ratio(turns: Turns, reference: str, way: str) -> Spread:
     """How much faster ``way`` is than ``reference``: 2.0 is half the time."""
-    return statistics.median(turn[reference] / turn[way] for turn in turns)
+    return spread(turn[reference] / turn[way] for turn in turns)
 
 
-def show(title: str, rows: Sequence[tuple[str, ...]], markdown: bool) -> None:
-    """Print a table whose first row is its head."""
-    heads, *body = rows
-    if markdown:
-        lines = [heads, tuple("---" for _ in heads), *body]
-        typer.echo(f"\n{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
-        return
-    table = Table(*heads, title=title)
-    for row in body:
-        table.add_row(*row)
-    Console().print(table)
+def spread(figures: Iterable[float]) -> Spread:
+    """The spread of at least one figure."""
+    known = list(figures)
+    if len(known) == 1:
+        return Spread(known[0], known[0], known[0])
+    low, median, high = statistics.quantiles(known, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One of torch's threads, as a worker has: memcpy is not spread, nobody spins beside us."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
