@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from kvpp_connectors.cli.bench.broadcast import bench_broadcast
+from kvpp_connectors.cli.bench.capacity import bench_capacity
 from kvpp_connectors.cli.bench.p2p import bench_p2p
 from kvpp_connectors.cli.bench.pool import bench_pool
+from kvpp_connectors.cli.bench.startup import bench_startup
 from kvpp_connectors.cli.bench.step import bench_step
 
 __all__ = ["benches"]
@@ -16,3 +18,5 @@ benches.command("broadcast")(bench_broadcast)
 benches.command("step")(bench_step)
 benches.command("p2p")(bench_p2p)
 benches.command("pool")(bench_pool)
+benches.command("startup")(bench_startup)
+benches.command("capacity")(bench_capacity)
