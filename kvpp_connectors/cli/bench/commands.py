@@ -8,6 +8,7 @@ from kvpp_connectors.cli.bench.broadcast import bench_broadcast
 from kvpp_connectors.cli.bench.capacity import bench_capacity
 from kvpp_connectors.cli.bench.p2p import bench_p2p
 from kvpp_connectors.cli.bench.pool import bench_pool
+from kvpp_connectors.cli.bench.report import bench_report
 from kvpp_connectors.cli.bench.session import bench_all
 from kvpp_connectors.cli.bench.startup import bench_startup
 from kvpp_connectors.cli.bench.step import bench_step
@@ -22,3 +23,4 @@ benches.command("pool")(bench_pool)
 benches.command("startup")(bench_startup)
 benches.command("capacity")(bench_capacity)
 benches.command("all")(bench_all)
+benches.command("report")(bench_report)
