@@ -136,13 +136,14 @@ def conclude(
     name: str, measure: Callable[[], Figures], as_json: bool, as_markdown: bool = False
 ) -> None:
     """Measure and print. Exit code 1 if a result is wrong."""
-    date, load, started = _now(), os.getloadavg()[0], time.perf_counter()
+    commit, date = read_commit(), _now()  # before anybody edits what is being measured
+    load, started = os.getloadavg()[0], time.perf_counter()
     figures = measure()
     run = Run(
         name=name,
         command=_command(sys.argv[1:]),
         machine=read_machine(),
-        commit=read_commit(),
+        commit=commit,
         date=date,
         seconds=time.perf_counter() - started,
         load_before=load,

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,28 +110,28 @@ def bench_capacity(
 def _count(layers: int, ranks: int, memory: int) -> Capacity:
     from kvpp_connectors.demo.model import TinyModel, write_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="kvpp-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvpp-bench-") as folder, ExitStack() as stack:
         model = write_checkpoint(Path(folder) / "model", TinyModel(num_hidden_layers=layers))
-        found = {way: _blocks(model, way, ranks, memory) for way in SWITCHES}
-        block_size = found["off"][1]
+        # Both start at once: no time is measured.
+        engines = {way: stack.enter_context(_engine(model, way, ranks, memory)) for way in SWITCHES}
+        (off, block_size), (on, _) = (engines[way].ask(None) for way in ("off", "on"))
         planned = _plan(model, ranks, memory, block_size)
     return Capacity(
         layers=layers,
         ranks=ranks,
         memory=memory,
         block_size=block_size,
-        off=found["off"][0],
-        on=found["on"][0],
+        off=off,
+        on=on,
         planned_off=planned["blocks_off"],
         planned_on=planned["blocks_on"],
     )
 
 
-def _blocks(model: Path, way: str, ranks: int, memory: int) -> tuple[int, int]:
-    """An engine's blocks, and their tokens."""
-    with Engine(
+def _engine(model: Path, way: str, ranks: int, memory: int) -> Engine:
+    return Engine(
         f"the engine with KVPP {way}",
-        _ask,
+        _blocks,
         str(model),
         additional_config=SWITCHES[way],
         tensor_parallel_size=ranks,
@@ -138,12 +139,11 @@ def _blocks(model: Path, way: str, ranks: int, memory: int) -> tuple[int, int]:
         max_num_batched_tokens=_TOKENS,
         max_model_len=_TOKENS,
         max_num_seqs=1,
-    ) as engine:
-        blocks, block_size = engine.ask(None)
-        return blocks, block_size
+    )
 
 
-def _ask(llm: Any, _: None) -> tuple[int, int]:
+def _blocks(llm: Any, _: None) -> tuple[int, int]:
+    """In the engine's process: its blocks, and the tokens of one."""
     cache = llm.llm_engine.vllm_config.cache_config
     return cache.num_gpu_blocks, cache.block_size
 

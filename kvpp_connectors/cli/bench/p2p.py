@@ -26,6 +26,7 @@ from kvpp_connectors.cli.bench.base import (
     extent,
 )
 from kvpp_connectors.cli.bench.p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
+from kvpp_connectors.cli.bench.patience import be_patient
 from kvpp_connectors.cli.bench.turns import Spread, Way, in_turns, medians, one_thread, ratio
 
 __all__ = ["GroupTiming", "P2pFigures", "P2pTiming", "bench_p2p"]
@@ -142,6 +143,7 @@ def bench_p2p(
 def _time_all(sizes: list[int], repeats: int, group: bool) -> P2pFigures:
     shapes = [shape for size in sizes for shape in _shapes(size)]
     shared = _shapes(sizes[0]) if group else []
+    be_patient()
     with one_thread(), Source(max(shape.pool_bytes for shape in shapes)) as source:
         return P2pFigures(
             [_time_pull(shape, source, repeats) for shape in shapes],

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.patience import ANSWER_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,8 +98,8 @@ class DecodeRank:
         self.engine = TransferEngine(HOST, "tcp")
         buffer = _buffer(self.engine, shape.pool_bytes, fill=0)
         self.caches, self.own = _caches(self.engine, buffer, shape, f"rank {reader}")
-        settings = PullerSettings("decode", reader, readers, None, 5.0, BOUND, WINDOW, 1)
-        sharing = Sharing(self.own, None, 5.0, BOUND) if readers > 1 else None
+        settings = PullerSettings("decode", reader, readers, None, ANSWER_S, BOUND, WINDOW, 1)
+        sharing = Sharing(self.own, None, ANSWER_S, BOUND) if readers > 1 else None
         self._puller: Puller = Puller(self.own, self.engine, settings, sharing)
         self._server = ControlServer(HOST, 0, None, self._answer, what="decode rank", option="")
         self.address: WorkerAddress = WorkerAddress(HOST, self._server.port, self.own.epoch)

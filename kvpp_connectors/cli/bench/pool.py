@@ -28,6 +28,7 @@ from kvpp_connectors.cli.bench.base import (
     conclude,
     extent,
 )
+from kvpp_connectors.cli.bench.patience import be_patient
 from kvpp_connectors.cli.bench.pool_engines import LENGTH, PROMPTS, EngineTiming, time_engines
 from kvpp_connectors.cli.bench.pool_sides import LAYERS, Client, pool
 from kvpp_connectors.cli.bench.turns import (
@@ -108,14 +109,23 @@ def bench_pool(
     engines: Annotated[
         bool, typer.Option(help="Also run engines, against vLLM's MooncakeStoreConnector.")
     ] = False,
+    engine_repeats: Annotated[
+        int, typer.Option(min=3, help="Rounds of all prompts in each engine.")
+    ] = 7,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
 ) -> None:
     """Time saving and loading over tcp on this machine against raw batched Mooncake."""
-    conclude("pool", lambda: _measure(megabytes, repeats, engines), as_json, as_markdown)
+    conclude(
+        "pool",
+        lambda: _measure(megabytes, repeats, engine_repeats if engines else 0),
+        as_json,
+        as_markdown,
+    )
 
 
-def _measure(megabytes: int, repeats: int, engines: bool) -> PoolFigures:
+def _measure(megabytes: int, repeats: int, engine_repeats: int) -> PoolFigures:
+    be_patient()
     with one_thread():
         return PoolFigures(
             [
@@ -123,7 +133,7 @@ def _measure(megabytes: int, repeats: int, engines: bool) -> PoolFigures:
                 for lent in (False, True)
                 for timing in _time_all(megabytes, repeats, own_memory=lent)
             ],
-            [_time_engines(repeats)] if engines else [],
+            [_time_engines(engine_repeats)] if engine_repeats else [],
         )
 
 
