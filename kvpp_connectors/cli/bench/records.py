@@ -32,7 +32,7 @@ class Bench:
 # An engine of two ranks takes most of a minute of processor time to start: --quick has five.
 BENCHES: Mapping[str, Bench] = {
     "broadcast": Bench(BroadcastFigures, quick=("--layer-mib=16", "--repeats=3")),
-    "step": Bench(StepFigures, ("--repeats=4",), ("--contexts=512,1024", "--repeats=3")),
+    "step": Bench(StepFigures, ("--repeats=4",), ("--contexts=1024", "--repeats=3")),
     "p2p": Bench(P2pFigures, quick=("--megabytes=4", "--repeats=3")),
     "pool": Bench(PoolFigures, ("--engines",), ("--megabytes=4", "--repeats=3")),
     "startup": Bench(StartupFigures, quick=("--repeats=3", "--processes=1", "--starts=0")),
