@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-contract test-ascend-sim test-ascend-classes test-vllm023 test-matrix soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-contract test-ascend-sim test-ascend-classes test-vllm023 test-matrix bench soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,9 @@ test-ascend-classes: $(VENV)-ascend-sim/classes/.ready ## layouts and hooks on v
 
 $(VENV)-ascend-sim/classes/.ready: $(VENV)/.ready .ci/ascend-classes.txt
 	@bash .ci/setup ascend-classes
+
+bench: $(VENV)/.ready ## every benchmark, a quarter of an hour (ARGS=--quick: three minutes, does everything work?)
+	@$(BIN)/kvpp bench all $(ARGS)
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)

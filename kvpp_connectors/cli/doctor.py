@@ -7,19 +7,18 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpp_connectors.cli.bench.machine import mooncakes, version_of
 from kvpp_connectors.cli.gloo_ranks import broadcast_costs, run_ranks
 from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
-
-_MOONCAKE = ("non-cuda", "", "npu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,7 @@ def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     for name in ("kvpp-connectors", "torch"):
         yield Finding(name, version(name), True)
-    found = [
-        f"{name} {number}"
-        for name in (f"mooncake-transfer-engine-{kind}".rstrip("-") for kind in _MOONCAKE)
-        if (number := _version(name)) is not None
-    ]
+    found = mooncakes()
     yield Finding(
         "Mooncake",
         ", ".join(found) or "not installed",
@@ -134,9 +129,9 @@ def _vllm() -> Iterator[Finding]:
     from kvpp_connectors.engine.hooks import vllm_version
 
     yield Finding("vLLM", vllm_version(), True)
-    if (ascend := _version("vllm-ascend")) is not None:
+    if (ascend := version_of("vllm-ascend")) is not None:
         yield Finding("vllm-ascend", ascend, True)
-    if _version("vllm") is None:
+    if version_of("vllm") is None:
         yield Finding(
             "vllm command",
             "does not start: it asks for a distribution named vllm",
@@ -257,10 +252,3 @@ def _check_rotary(op: str, max_position: int) -> str | None:
             dtype=torch.float32,
         )
         return check_rotary(rotary)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None

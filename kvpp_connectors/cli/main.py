@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvpp_connectors.cli.bench_broadcast import bench_broadcast
-from kvpp_connectors.cli.bench_p2p import bench_p2p
-from kvpp_connectors.cli.bench_pool import bench_pool
-from kvpp_connectors.cli.bench_step import bench_step
+from kvpp_connectors.cli.bench.commands import benches
 from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
@@ -31,11 +28,6 @@ app.command()(doctor)
 app.command()(demo)
 app.command()(soak)
 app.command()(trace)
-benches = typer.Typer(help="Measure on this machine; only ratios taken in one run are of use.")
-benches.command("broadcast")(bench_broadcast)
-benches.command("p2p")(bench_p2p)
-benches.command("pool")(bench_pool)
-benches.command("step")(bench_step)
 app.add_typer(benches, name="bench", no_args_is_help=True)
 app.command()(proxy)
 app.add_typer(pool, name="pool", no_args_is_help=True)

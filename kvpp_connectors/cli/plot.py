@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpp_connectors.cli.drawing import blank_figure, save_png
 from kvpp_core.errors import PlanError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ __all__ = ["save_plot"]
 
 _PANELS_PER_ROW = 2
 _PANEL_WIDTH = 7.2  # inches
-_DPI = 150
 _MOST_INCHES = 240  # of height: matplotlib draws at most 2**16 pixels, and nobody reads that
 _LETTER = 0.0125  # width of a letter at a bar, as a part of the axis
 # Told apart by colour-blind readers and in print.
@@ -32,8 +32,8 @@ def save_plot(plan: Plan, path: Path) -> None:
     """Draw the plan into ``path``, a PNG file; an existing file is replaced.
 
     Raises:
-        PlanError: matplotlib is not installed, the name does not end in .png, or the file cannot
-            be written.
+        PlanError: the name does not end in .png, or there are too many ranks to draw.
+        CannotDraw: matplotlib is not installed, or the file cannot be written.
     """
     if path.suffix.lower() != ".png":
         raise PlanError(f"--plot {str(path)!r}: expected a file name that ends in .png")
@@ -41,14 +41,6 @@ def save_plot(plan: Plan, path: Path) -> None:
         raise PlanError(
             f"--plot {str(path)!r}: expected a folder that exists, {path.parent} does not"
         )
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PlanError(
-            f"--plot {str(path)!r} needs matplotlib, which cannot be imported ({error}); run "
-            "pip install 'kvpp-connectors[plot]', or leave --plot out"
-        ) from None
     columns = min(len(plan.stages), _PANELS_PER_ROW)
     rows = -(-len(plan.stages) // columns)
     height = rows * (1.1 + _bar_inches(plan) * (_ranks(plan) + 1)) + 1.6
@@ -57,8 +49,7 @@ def save_plot(plan: Plan, path: Path) -> None:
             f"--plot {str(path)!r}: {len(plan.stages)} stages of {_ranks(plan)} ranks are too many "
             "bars for one picture; expected at most about 1,000 ranks in all; leave --plot out"
         )
-    figure: Any = Figure(figsize=(columns * _PANEL_WIDTH + 1, height), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
+    figure = blank_figure(f"--plot {str(path)!r}", columns * _PANEL_WIDTH + 1, height)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     panels = list(figure.subplots(rows, columns, sharex=True, squeeze=False).flat)
     unit, scale = _unit(max(max(s.capacity.bytes_per_block_on) for s in plan.stages))
@@ -67,13 +58,7 @@ def save_plot(plan: Plan, path: Path) -> None:
     for panel in panels[len(plan.stages) :]:
         panel.set_visible(False)
     _draw_heading(figure, plan)
-    try:
-        figure.savefig(path, format="png", dpi=_DPI)
-    except OSError as error:
-        raise PlanError(
-            f"--plot {str(path)!r} cannot be written ({error.strerror}); expected a file that may "
-            "be created"
-        ) from None
+    save_png(f"--plot {str(path)!r}", figure, path)
 
 
 def _draw_stage(panel: Any, stage: StagePlan, unit: str, scale: int) -> float:

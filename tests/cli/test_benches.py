@@ -10,27 +10,32 @@ from typing import Any
 import pytest
 
 
-def run(*arguments: str) -> Any:
-    """What a benchmark prints as JSON, in a process of its own."""
+def figures(*arguments: str) -> Any:
+    """What a benchmark measures, in a process of its own; the rest of its JSON is checked here."""
     command = [sys.executable, "-m", "kvpp_connectors.cli", "bench", *arguments, "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout)
+    record = json.loads(ended.stdout)
+    run = record["run"]
+    assert (run["name"], run["command"]) == (arguments[0], "kvpp bench " + " ".join(arguments))
+    assert run["machine"]["cores"] > 0 and run["machine"]["memory"] > 2**30 and run["seconds"] > 0
+    return record["figures"]
 
 
 @pytest.mark.timeout(400)
 def test_pool() -> None:
     """Sizes that do not divide evenly, too: 4 MiB are one object of the largest."""
-    rows = run("pool", "--megabytes=4", "--repeats=3")
+    rows = figures("pool", "--megabytes=4", "--repeats=3")
     kinds = [(row["memory"], row["object_kib"]) for row in rows["objects"]]
     assert kinds == [(m, kib) for m in ("other", "own") for kib in (64, 256, 1024, 4096)]
     assert rows["engines"] == []
     for row in rows["objects"]:
+        assert 0 < row["load_to_raw_goodput"]["low"] <= row["load_to_raw_goodput"]["high"]
         assert all(row[way] > 0 for way in ("raw_put", "save", "raw_get", "load", "pack", "ask"))
 
 
 @pytest.mark.timeout(400)
 def test_p2p() -> None:
-    rows = run("p2p", "--megabytes=4", "--repeats=3", "--no-group")
+    rows = figures("p2p", "--megabytes=4", "--repeats=3", "--no-group")
     assert [row["block_kib"] for row in rows["pulls"]] == [16, 16, 64, 64, 256, 256, 1024, 1024]
     assert all(row["pull"] > 0 and row["raw_batch"] > 0 for row in rows["pulls"])

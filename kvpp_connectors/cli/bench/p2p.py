@@ -8,20 +8,35 @@ a synchronous batch, whose threads spin, is slower by a third. docs/benchmarks.m
 
 from __future__ import annotations
 
-import json
 import secrets
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
-from kvpp_connectors.cli.bench_p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
-from kvpp_connectors.cli.turns import Way, in_turns, medians, ratio, show
+from kvpp_connectors.cli.bench.base import (
+    AsJson,
+    AsMarkdown,
+    Curve,
+    Figures,
+    Picture,
+    Table,
+    conclude,
+    extent,
+)
+from kvpp_connectors.cli.bench.p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
+from kvpp_connectors.cli.bench.patience import be_patient
+from kvpp_connectors.cli.bench.turns import Spread, Way, in_turns, medians, one_thread, ratio
 
-__all__ = ["GroupTiming", "P2pTiming", "bench_p2p"]
+__all__ = ["GroupTiming", "P2pFigures", "P2pTiming", "bench_p2p"]
 
 _SIZES_KIB = (16, 64, 256, 1024)
+_PULL_HEADS = (
+    *("MB", "blocks of", "case", "raw, GB/s", "pull, GB/s"),
+    *("pull / raw", "pull / memcpy"),
+)
+_GROUP_HEADS = ("blocks of", "case", "MB from prefill", "MB shared", "shared / alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +50,8 @@ class P2pTiming:
     raw_windowed: float  # the same reads, submitted one by one, a window of them
     raw_batch: float  # the same reads in one synchronous batch
     pull: float
-    pull_to_raw_goodput: float  # against the transfer engine's better way
-    pull_to_memcpy_goodput: float
+    pull_to_raw_goodput: Spread  # against the transfer engine's better way
+    pull_to_memcpy_goodput: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +65,107 @@ class GroupTiming:
     shared: float
     alone_megabytes_from_prefill: float  # over both ranks
     shared_megabytes_from_prefill: float
-    shared_to_alone_goodput: float
+    shared_to_alone_goodput: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class P2pFigures(Figures):
+    """Pulls of one rank, and of a group of two."""
+
+    pulls: list[P2pTiming]
+    groups: list[GroupTiming]
+
+    def tables(self) -> list[Table]:
+        tables = [
+            Table(f"A pull: {LAYERS} layers over tcp on loopback", _PULL_HEADS, self._pull_rows())
+        ]
+        if self.groups:
+            title = f"A group of two: {LAYERS} layers over tcp on loopback"
+            tables.append(Table(title, _GROUP_HEADS, self._group_rows()))
+        return tables
+
+    def summary(self) -> str:
+        return extent("goodput, pull / raw", (t.pull_to_raw_goodput for t in self.pulls))
+
+    def picture(self) -> Picture:
+        curves = []
+        for megabytes in dict.fromkeys(t.megabytes for t in self.pulls):
+            for case in dict.fromkeys(t.case for t in self.pulls):
+                points = [
+                    (float(t.block_kib), t.pull_to_raw_goodput)
+                    for t in self.pulls
+                    if (t.megabytes, t.case) == (megabytes, case)
+                ]
+                curves.append(Curve(f"{megabytes:.0f} MB, {case}", tuple(points)))
+        title = "A pull over tcp, against the transfer engine alone"
+        return Picture(title, "block, KiB", "goodput / raw", tuple(curves), log_across=True)
+
+    def _pull_rows(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (
+                *(f"{t.megabytes:.0f}", f"{t.block_kib} KiB", t.case),
+                f"{t.megabytes / min(t.raw_windowed, t.raw_batch) / 1e3:.2f}",
+                f"{t.megabytes / t.pull / 1e3:.2f}",
+                *(str(t.pull_to_raw_goodput), f"{t.pull_to_memcpy_goodput.median:.2f}"),
+            )
+            for t in self.pulls
+        )
+
+    def _group_rows(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (
+                *(f"{t.block_kib} KiB", t.case, f"{t.alone_megabytes_from_prefill:.0f}"),
+                *(f"{t.shared_megabytes_from_prefill:.0f}", str(t.shared_to_alone_goodput)),
+            )
+            for t in self.groups
+        )
 
 
 def bench_p2p(
-    megabytes: Annotated[int, typer.Option(min=1, help="Bytes of one pull, MiB.")] = 64,
-    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 31,
-    group: Annotated[bool, typer.Option(help="Also time two decode ranks.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print tables for docs/benchmarks.md.")
-    ] = False,
+    megabytes: Annotated[
+        str, typer.Option(help="Sizes of one pull in MiB, separated by commas.")
+    ] = "64,256",
+    repeats: Annotated[int, typer.Option(min=3, help="Pulls per figure.")] = 15,
+    group: Annotated[
+        bool, typer.Option(help="Also time two decode ranks, with the first size.")
+    ] = True,
+    as_json: AsJson = False,
+    as_markdown: AsMarkdown = False,
 ) -> None:
     """Time a pull over tcp on this machine against the same reads without the protocol.
 
     With --group also what `share_pulls` does for a decode group of two.
     """
-    import torch
+    sizes = [int(size) for size in megabytes.split(",")]
+    conclude("p2p", lambda: _time_all(sizes, repeats, group), as_json, as_markdown)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # memcpy of one thread; and nobody spins beside the engine's thread
-    try:
-        shapes = [
-            Shape(kib << 10, max(1, (megabytes << 20) // (kib << 10) // LAYERS), scattered)
-            for kib in _SIZES_KIB
-            for scattered in (False, True)
-        ]
-        with Source(max(shape.pool_bytes for shape in shapes)) as source:
-            pulls = [_time_pull(shape, source, repeats) for shape in shapes]
-            groups = [_time_group(shape, source, repeats) for shape in shapes if group]
-    finally:
-        torch.set_num_threads(threads)
-    if as_json:
-        rows = {"pulls": [asdict(t) for t in pulls], "groups": [asdict(t) for t in groups]}
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    for title, table in (("A pull", _pull_rows(pulls)), ("A group of two", _group_rows(groups))):
-        if len(table) > 1:
-            show(f"{title}: {LAYERS} layers over tcp on loopback", table, markdown)
+
+def _time_all(sizes: list[int], repeats: int, group: bool) -> P2pFigures:
+    shapes = [shape for size in sizes for shape in _shapes(size)]
+    shared = _shapes(sizes[0]) if group else []
+    be_patient()
+    with one_thread(), Source(max(shape.pool_bytes for shape in shapes)) as source:
+        return P2pFigures(
+            [_time_pull(shape, source, repeats) for shape in shapes],
+            [_time_group(shape, source, repeats) for shape in shared],
+        )
+
+
+def _shapes(megabytes: int) -> list[Shape]:
+    return [
+        Shape(kib << 10, max(1, (megabytes << 20) // (kib << 10) // LAYERS), scattered)
+        for kib in _SIZES_KIB
+        for scattered in (False, True)
+    ]
 
 
 def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
     with closing(DecodeRank(shape)) as rank:
-        turns = in_turns(_pull_ways(shape, source, rank), repeats)
+        ways = _pull_ways(shape, source, rank)
+        turns = in_turns(ways, repeats)
+        rank.clear()
+        ways["pull"]()
+        rank.check()
     seconds = medians(turns)
     raw = min(("raw_windowed", "raw_batch"), key=lambda way: seconds[way])
     return P2pTiming(
@@ -164,6 +237,11 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
             {"alone": lambda: both("alone", False), "shared": lambda: both("shared", True)},
             repeats,
         )
+        for rank in ranks:
+            rank.clear()
+        both("shared", True)
+        for rank in ranks:
+            rank.check()
     return GroupTiming(
         case=_case(shape),
         block_kib=shape.block >> 10,
@@ -177,38 +255,3 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
 
 def _case(shape: Shape) -> str:
     return "scattered blocks" if shape.scattered else "one run of blocks"
-
-
-def _pull_rows(timings: list[P2pTiming]) -> list[tuple[str, ...]]:
-    heads = ("blocks of", "case", "raw, GB/s", "pull, GB/s", "pull / raw", "pull / memcpy")
-    return [
-        heads,
-        *(
-            (
-                f"{t.block_kib} KiB",
-                t.case,
-                f"{t.megabytes / min(t.raw_windowed, t.raw_batch) / 1e3:.2f}",
-                f"{t.megabytes / t.pull / 1e3:.2f}",
-                f"{t.pull_to_raw_goodput:.2f}",
-                f"{t.pull_to_memcpy_goodput:.2f}",
-            )
-            for t in timings
-        ),
-    ]
-
-
-def _group_rows(timings: list[GroupTiming]) -> list[tuple[str, ...]]:
-    heads = ("blocks of", "case", "MB from prefill", "MB shared", "shared / alone")
-    return [
-        heads,
-        *(
-            (
-                f"{t.block_kib} KiB",
-                t.case,
-                f"{t.alone_megabytes_from_prefill:.0f}",
-                f"{t.shared_megabytes_from_prefill:.0f}",
-                f"{t.shared_to_alone_goodput:.2f}",
-            )
-            for t in timings
-        ),
-    ]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
+from kvpp_connectors.cli.bench.patience import ANSWER_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["BOUND", "LAYERS", "WINDOW", "DecodeRank", "Shape", "Source"]
 
 HOST, LAYERS, WINDOW, BOUND = "127.0.0.1", 4, 16, 600.0
+_SERVED = 1  # every byte of the source
 _LOOK = 0.002  # seconds between two looks whether a pull has ended; no figure contains them
 
 
@@ -94,10 +96,10 @@ class DecodeRank:
 
         self._shape = shape
         self.engine = TransferEngine(HOST, "tcp")
-        buffer = _buffer(self.engine, shape.pool_bytes)
+        buffer = _buffer(self.engine, shape.pool_bytes, fill=0)
         self.caches, self.own = _caches(self.engine, buffer, shape, f"rank {reader}")
-        settings = PullerSettings("decode", reader, readers, None, 5.0, BOUND, WINDOW, 1)
-        sharing = Sharing(self.own, None, 5.0, BOUND) if readers > 1 else None
+        settings = PullerSettings("decode", reader, readers, None, ANSWER_S, BOUND, WINDOW, 1)
+        sharing = Sharing(self.own, None, ANSWER_S, BOUND) if readers > 1 else None
         self._puller: Puller = Puller(self.own, self.engine, settings, sharing)
         self._server = ControlServer(HOST, 0, None, self._answer, what="decode rank", option="")
         self.address: WorkerAddress = WorkerAddress(HOST, self._server.port, self.own.epoch)
@@ -126,6 +128,24 @@ class DecodeRank:
             raise RuntimeError(f"the pull failed ({result.reason}): {result.problem}")
         return result
 
+    def clear(self) -> None:
+        """Forget what has been read."""
+        for cache in self.caches:
+            cache.zero_()
+
+    def check(self) -> None:
+        """Every byte of the request must have been read since `clear`, and no other.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        local = self._shape.local
+        for layer, cache in enumerate(self.caches):
+            if not bool((cache[local] == _SERVED).all()) or int(cache.count_nonzero()) != (
+                len(local) * self._shape.block
+            ):
+                raise RuntimeError(f"layer {layer} does not hold just the bytes of its source")
+
     def close(self) -> None:
         """End its threads."""
         self._puller.close()
@@ -152,10 +172,10 @@ def _caches(
     return caches, Description(epoch, engine.session, "model", 16, "bytes", regions)
 
 
-def _buffer(engine: TransferEngine, size: int) -> torch.Tensor:
+def _buffer(engine: TransferEngine, size: int, fill: int) -> torch.Tensor:
     import torch
 
-    buffer = torch.ones(size, dtype=torch.uint8)
+    buffer = torch.full((size,), fill, dtype=torch.uint8)
     engine.register(buffer.untyped_storage())
     return buffer
 
@@ -169,7 +189,7 @@ class _Prefill:
         from kvpp_connectors.transport import TransferEngine
 
         self._engine = TransferEngine(HOST, "tcp")
-        self._buffer = _buffer(self._engine, size)
+        self._buffer = _buffer(self._engine, size, _SERVED)
         self._description: Description | None = None
         self._book = LeaseBook(BOUND)
         self._offers = self._shapes = 0

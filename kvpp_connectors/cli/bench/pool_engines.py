@@ -8,19 +8,16 @@ own, so that all comes from the pool. No KVPP: vLLM's MooncakeStoreConnector doe
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.cli.asked_process import AskedProcess, answer_all
-from kvpp_connectors.cli.turns import in_turns, medians, ratio
+from kvpp_connectors.cli.bench.engines import Engine
+from kvpp_connectors.cli.bench.turns import Spread, in_turns, medians, ratio
 
 __all__ = ["EngineTiming", "time_engines"]
 
@@ -35,8 +32,8 @@ class EngineTiming:
     vllm_new: float
     ours_again: float  # loaded and answered
     vllm_again: float
-    ours_to_vllm_new: float
-    ours_to_vllm_again: float
+    ours_to_vllm_new: Spread
+    ours_to_vllm_again: Spread
 
 
 def time_engines(master: str, folder: Path, repeats: int) -> EngineTiming:
@@ -99,48 +96,37 @@ def _vllms_environment(master: str, folder: Path) -> dict[str, str]:
     return {"MOONCAKE_CONFIG_PATH": str(config)}
 
 
-class _Engine(AskedProcess):
-    """An engine in a process of its own."""
+class _Engine(Engine):
+    """An engine with one of the connectors."""
 
     def __init__(
         self, model: str, transfer: Mapping[str, Any], environment: Mapping[str, str]
     ) -> None:
-        name = f"the engine with {transfer['kv_connector']}"
-        super().__init__(name, _serve, model, dict(transfer), dict(environment))
+        super().__init__(
+            f"the engine with {transfer['kv_connector']}",
+            _generate,
+            model,
+            environment,
+            _give_cpu_events,
+            kv_transfer_config=dict(transfer),
+            kv_cache_memory_bytes=256 << 20,
+            max_num_batched_tokens=PROMPTS * LENGTH,
+            max_model_len=2048,
+            max_num_seqs=PROMPTS,
+            enable_prefix_caching=True,
+        )
         self._seed = 0
 
     def new(self) -> float:
         """Seconds for prompts that nobody has seen."""
         self._seed += 1
-        seconds: float = self.ask(("new", self._seed))
+        seconds: float = self.ask((self._seed, False))
         return seconds
 
     def again(self) -> float:
         """Seconds for the last prompts, with nothing in the engine's own cache."""
-        seconds: float = self.ask(("again", self._seed))
+        seconds: float = self.ask((self._seed, True))
         return seconds
-
-
-def _serve(
-    parent: Connection, model: str, transfer: dict[str, Any], environment: dict[str, str]
-) -> None:
-    """In the engine's process."""
-    os.environ.update(environment)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
-    _give_cpu_events()
-    from kvpp_connectors.demo.engine import start
-
-    llm = start(
-        model,
-        kv_transfer_config=transfer,
-        kv_cache_memory_bytes=256 << 20,
-        max_num_batched_tokens=PROMPTS * LENGTH,
-        max_model_len=2048,
-        max_num_seqs=PROMPTS,
-        enable_prefix_caching=True,
-    )
-    answer_all(parent, lambda asked: _generate(llm, asked[1], again=asked[0] == "again"))
-    llm.llm_engine.engine_core.shutdown()
 
 
 def _give_cpu_events() -> None:
@@ -158,10 +144,11 @@ def _give_cpu_events() -> None:
         torch.cuda.Event = CpuEvent  # type: ignore[assignment,misc]
 
 
-def _generate(llm: Any, seed: int, *, again: bool) -> float:
-    """Seconds until all prompts are answered and what is to be saved is saved."""
+def _generate(llm: Any, asked: tuple[int, bool]) -> float:
+    """In the engine's process: seconds until all prompts are answered and saved."""
     from vllm import SamplingParams
 
+    seed, again = asked
     numbers = random.Random(seed)
     prompts = [[numbers.randrange(2, 512) for _ in range(LENGTH)] for _ in range(PROMPTS)]
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler

@@ -56,12 +56,12 @@ class Client:
         self._blocks = random.Random(0).sample(range(2 * blocks), blocks)
         part = size // LAYERS
         bundles = [LayerBundle(i, (Component(f"layer {i}", part),)) for i in range(LAYERS)]
-        caches = {
+        self._tensors = {
             c.name: torch.ones((2 * blocks, part), dtype=torch.uint8)
             for bundle in bundles
             for c in bundle.components
         }
-        self._caches = CacheBlocks(caches, Inventory.of_bundles(bundles))
+        self._caches = CacheBlocks(self._tensors, Inventory.of_bundles(bundles))
         self._writer, self._reader = (
             BlockStore(backend, self._caches, Staging(backend, _STAGING)) for _ in range(2)
         )
@@ -123,6 +123,23 @@ class Client:
     @property
     def _payloads(self) -> torch.Tensor:
         return self._packed[:, -self.object_bytes :]
+
+    def clear(self) -> None:
+        """Forget what has been loaded."""
+        for cache in self._tensors.values():
+            cache.zero_()
+
+    def check(self) -> None:
+        """Every byte of the blocks must have been loaded since `clear`, and no other.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        for name, cache in self._tensors.items():
+            if not bool((cache[self._blocks] == 1).all()) or int(cache.count_nonzero()) != (
+                len(self._blocks) * cache.shape[1]
+            ):
+                raise RuntimeError(f"{name} does not hold just the bytes that were saved")
 
     def remove_new(self) -> None:
         """Make room for the next turn."""
