@@ -313,7 +313,9 @@ class Pipeline:
         self._start(ordinal)
         if self._spans.on:
             layer, now = self._layer(ordinal), time.monotonic_ns()
-            self._spans.add(Lane.COMPUTE, "launch", began, now, layer, owner=self._owner(ordinal))
+            self._spans.add(
+                Lane.COMPUTE, "launch", began, now, layer, owner=self._transfer.owner(ordinal)
+            )
 
     def _start(self, ordinal: int) -> None:
         """Submit the broadcast of target bundle ``ordinal``; returns without waiting for it."""
@@ -372,7 +374,7 @@ class Pipeline:
             return
         fence = self._step.fences.get(self._layer(ordinal))
         cause = _error_of(fence) if fence is not None and fence.done() else None
-        owner = self._owner(ordinal)
+        owner = self._transfer.owner(ordinal)
         how = (
             "failed"
             if status is _LoadStatus.FAILED
@@ -387,12 +389,14 @@ class Pipeline:
         layer = self._layer(ordinal)
         self.stats.waited(layer, ended - began)
         if self._spans.on:
-            self._spans.add(Lane.WAIT, "wait", began, ended, layer, owner=self._owner(ordinal))
+            self._spans.add(
+                Lane.WAIT, "wait", began, ended, layer, owner=self._transfer.owner(ordinal)
+            )
 
     def _record_compute(self, until: int) -> None:
         """The layer acquired last has been computed, and what lies before the next one."""
         if self._spans.on and self._current >= 0:
-            layer, owner = self._layer(self._current), self._owner(self._current)
+            layer, owner = self._layer(self._current), self._transfer.owner(self._current)
             self._spans.add(Lane.COMPUTE, "layer", self._computing_since, until, layer, owner=owner)
 
     def _count(self, mode: Mode, ordinal: int, history: History) -> None:
@@ -408,10 +412,6 @@ class Pipeline:
 
     def _layer(self, ordinal: int) -> int:
         return self._layout.placement.bundles[ordinal].layer
-
-    def _owner(self, ordinal: int) -> int:
-        """The global rank that keeps a target layer."""
-        return self._group.ranks[self._layout.placement.owners[ordinal]]
 
     def _after(self, ordinal: int) -> str:
         bundles = self._layout.placement.bundles

@@ -79,7 +79,7 @@ class BundleTransfer:
         ``index`` holds the active block ids (int64, on the buffer's device).
         """
         bundle = self._layout.placement.bundles[ordinal]
-        spans = BroadcastSpans(self._spans, bundle.layer, self._owner(ordinal), mode)
+        spans = BroadcastSpans(self._spans, bundle.layer, self.owner(ordinal), mode)
         if mode is Mode.FULL:
             message = self._bytes(*self._layout.targets[ordinal])
             self._send([message], ordinal, "all blocks", spans, history.num_blocks)
@@ -194,13 +194,13 @@ class BundleTransfer:
             _ended(works).add_done_callback(lambda _: ended())
         return _Watched(_Together(works), ended)
 
-    def _owner(self, ordinal: int) -> int:
-        """The global rank that keeps a bundle."""
+    def owner(self, ordinal: int) -> int:
+        """The global rank that keeps a target bundle."""
         return self._group.ranks[self._layout.placement.owners[ordinal]]
 
     def _what(self, ordinal: int, part: str) -> str:
         bundle = self._layout.placement.bundles[ordinal]
-        return f"the broadcast of layer {bundle.layer} ({part}) from rank {self._owner(ordinal)}"
+        return f"the broadcast of layer {bundle.layer} ({part}) from rank {self.owner(ordinal)}"
 
 
 class _Together:

@@ -30,7 +30,7 @@ from kvpp_connectors.log import get_logger
 from kvpp_connectors.registry import KvppFacts, layer_loads, publish
 from kvpp_core.calibration import measure_costs
 from kvpp_core.capacity import blocks_that_fit
-from kvpp_core.device import make_device
+from kvpp_core.device import Device, make_device
 from kvpp_core.errors import PlanError
 from kvpp_core.exchange import HeadExchange
 from kvpp_core.group import KvppGroup
@@ -54,9 +54,15 @@ class _Pending:
     step: ScheduledStep
     blocks: tuple[int, ...]
 
+    @property
+    def decodes(self) -> int:
+        """Its decode tokens, one for each request that decodes."""
+        return sum(request.is_decode for request in self.step.requests)
+
+    @property
     def kind(self) -> str:
         """Prefill, decode or mixed, by what its requests do."""
-        decodes = sum(request.is_decode for request in self.step.requests)
+        decodes = self.decodes
         if not decodes:
             return "prefill"
         return "decode" if decodes == len(self.step.requests) else "mixed"
@@ -75,6 +81,7 @@ class KvppWorkerMixin:
 
     _kvpp_group: KvppGroup | None = None
     _kvpp_staging: torch.Tensor
+    _kvpp_device: Device
     _kvpp_cost: CostModel
     _kvpp_placement: Placement
     _kvpp_pipeline: Pipeline | None = None
@@ -104,6 +111,7 @@ class KvppWorkerMixin:
         self._kvpp_staging = torch.zeros(
             options.staging_bytes, dtype=torch.int8, device=self.device
         )
+        self._kvpp_device = make_device(self.device.type, options.transfer_timeout_s)
         self._kvpp_cost = self._kvpp_find_cost()
 
     def determine_available_memory(self) -> int:
@@ -229,7 +237,7 @@ class KvppWorkerMixin:
         if self._kvpp_spans.on:
             tokens = sum(request.new_tokens for request in pending.step.requests)
             self._kvpp_spans.add(
-                Lane.COMPUTE, pending.kind(), began, time.monotonic_ns(),
+                Lane.COMPUTE, pending.kind, began, time.monotonic_ns(),
                 tokens=tokens, requests=len(pending.step.requests), blocks=len(pending.blocks),
             )  # fmt: skip
 
@@ -316,7 +324,7 @@ class KvppWorkerMixin:
             return options.broadcast_cost.model()
         started = time.monotonic()
         timeout = options.transfer_timeout_s
-        cost = measure_costs(group, make_device(self.device.type, timeout), self.device, timeout)
+        cost = measure_costs(group, self._kvpp_device, self.device, timeout)
         logger.info("a broadcast costs %s (measured in %.2g s)", cost, time.monotonic() - started)
         return cost
 
@@ -328,7 +336,7 @@ class KvppWorkerMixin:
             buffer=self._kvpp_buffer(layout),
             staging=self._kvpp_staging,
             group=self._kvpp_group,
-            device=make_device(self.device.type, options.transfer_timeout_s),
+            device=self._kvpp_device,
             settings=PipelineSettings(
                 policy=options.broadcast,
                 cost=self._kvpp_cost,
@@ -366,7 +374,7 @@ class KvppWorkerMixin:
         # Where layers are loaded in this step, their broadcasts carry how that went.
         if self._kvpp_decode is not None and fences is None:
             blocks = self._kvpp_history.of_prefills(pending.step)
-            self._kvpp_decode.begin(sum(request.is_decode for request in pending.step.requests))
+            self._kvpp_decode.begin(pending.decodes)
         self._kvpp_pipeline.begin(
             blocks,
             fences,
