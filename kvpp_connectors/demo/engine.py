@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from kvpp_connectors.demo.prompts import greedy
+
 __all__ = ["Job", "Result", "Wave", "main", "start"]
 
 
@@ -101,12 +103,8 @@ def start(model: str, **options: Any) -> Any:
 
 
 def _wave(llm: Any, job: Job, with_kvpp: bool) -> Wave:
-    from vllm import SamplingParams
-
     before = _stats(llm) if with_kvpp else {}
-    sampling = SamplingParams(
-        temperature=0, max_tokens=job.max_tokens, ignore_eos=True, logprobs=1, detokenize=False
-    )
+    sampling = greedy(job.max_tokens, logprobs=1)
     for number, prompt in enumerate(job.prompts):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
     finished: dict[int, Any] = {}

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from kvpp_connectors.demo.prompts import VOCABULARY
+
 __all__ = ["TinyModel", "write_checkpoint", "write_model"]
 
 
@@ -25,7 +27,7 @@ class TinyModel:
     hidden_size: int = 128
     intermediate_size: int = 256
     num_attention_heads: int = 4
-    vocab_size: int = 512
+    vocab_size: int = VOCABULARY
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     qk_nope_head_dim: int = 32

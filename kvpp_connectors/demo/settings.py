@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
+
+from kvpp_connectors.demo.prompts import random_tokens
 
 __all__ = ["ENVIRONMENT", "Settings"]
 
@@ -51,8 +54,7 @@ class Settings:
         """Families of prompts that share their first tokens; each longer than the token budget."""
         numbers = random.Random(0)
 
-        def tokens(count: int) -> list[int]:
-            return [numbers.randrange(2, self.vocabulary) for _ in range(count)]
+        tokens = partial(random_tokens, numbers, vocabulary=self.vocabulary)
 
         families = [tokens(_SHARED) for _ in range(_FAMILIES)]
         return [shared + tokens(_OWN) for shared in families for _ in range(_PER_FAMILY)]

@@ -14,11 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvpp_connectors.demo.engine import start
+from kvpp_connectors.demo.prompts import greedy, random_tokens
 from kvpp_core.spans import Recording
 
 __all__ = ["RankTrace", "TraceJob", "TraceResult", "main", "run"]
-
-_VOCABULARY = 512  # of the demo's model
 
 
 class TraceJob(BaseModel):
@@ -110,17 +109,12 @@ class _Prompts:
 
     def answer(self, seeds: Sequence[int]) -> int:
         """Answer them, until nothing is being saved; their cached tokens."""
-        from vllm import SamplingParams
-
         job, engine = self._job, self._llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
-        sampling = SamplingParams(
-            temperature=0, max_tokens=job.answer_tokens, ignore_eos=True, detokenize=False
-        )
+        sampling = greedy(job.answer_tokens)
         cached = 0
         for seed in seeds:
-            numbers = random.Random(seed)
-            prompt = [numbers.randrange(2, _VOCABULARY) for _ in range(job.prompt_tokens)]
+            prompt = random_tokens(random.Random(seed), job.prompt_tokens)
             engine.add_request(str(seed), {"prompt_token_ids": prompt}, sampling)
             while scheduler.has_requests():
                 for out in engine.step():

@@ -14,10 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import aiohttp
 
 from kvpp_connectors.demo.children import ChildFailed
+from kvpp_connectors.demo.prompts import random_tokens
 from kvpp_connectors.demo.workload import ask
 
 __all__ = ["Outcome", "Question", "Traffic", "make_prompts"]
@@ -50,8 +52,7 @@ def make_prompts(count: int, vocabulary: int) -> list[list[int]]:
     """Random lengths; a third of them go on from one of four beginnings."""
     numbers = random.Random(7)
 
-    def tokens(length: int) -> list[int]:
-        return [numbers.randrange(2, vocabulary) for _ in range(length)]
+    tokens = partial(random_tokens, numbers, vocabulary=vocabulary)
 
     beginnings = [tokens(_SHARED) for _ in range(_BEGINNINGS)]
     return [

@@ -8,6 +8,9 @@ import sys
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from kvpp_connectors.cli.main import app
 
 
 def figures(*arguments: str) -> Any:
@@ -39,3 +42,19 @@ def test_p2p() -> None:
     rows = figures("p2p", "--megabytes=4", "--repeats=3", "--no-group")
     assert [row["block_kib"] for row in rows["pulls"]] == [16, 16, 64, 64, 256, 256, 1024, 1024]
     assert all(row["pull"] > 0 and row["raw_batch"] > 0 for row in rows["pulls"])
+
+
+@pytest.mark.parametrize("wrong", ["", "64,", "64,many", "0", "-1", "1.5", "²"])
+@pytest.mark.parametrize(
+    ("bench", "option"),
+    [
+        ("step", "--contexts"),
+        ("p2p", "--megabytes"),
+        ("broadcast", "--layer-mib"),
+        ("capacity", "--layers"),
+    ],
+)
+def test_a_list_that_is_none_is_named(bench: str, option: str, wrong: str) -> None:
+    result = CliRunner().invoke(app, ["bench", bench, f"{option}={wrong}"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert option in result.output and "positive whole numbers" in result.output

@@ -35,6 +35,7 @@ __all__ = [
     "conclude",
     "extent",
     "rich_table",
+    "whole_numbers",
     "wide_console",
 ]
 
@@ -158,6 +159,21 @@ def conclude(
         typer.echo(f"WRONG: {problem}", err=True)
     if figures.problems():
         raise typer.Exit(1)
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option that takes several, with commas between them.
+
+    Raises:
+        typer.BadParameter: one of them is not a whole number of at least 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(
+            f"{text!r}: expected positive whole numbers with commas between them",
+            param_hint=option,
+        )
+    return [int(part) for part in parts]
 
 
 def extent(what: str, spreads: Iterable[Spread]) -> str:

@@ -22,9 +22,11 @@ from kvpp_connectors.cli.bench.base import (
     Table,
     conclude,
     extent,
+    whole_numbers,
 )
 from kvpp_connectors.cli.bench.turns import Spread, in_turns, medians, ratio, spread
 from kvpp_connectors.cli.gloo_ranks import TIMEOUT_S, run_ranks
+from kvpp_connectors.config import KvppOptions
 
 if TYPE_CHECKING:
     from kvpp_core.group import KvppGroup
@@ -34,7 +36,7 @@ __all__ = ["BroadcastFigures", "BroadcastTiming", "bench_broadcast"]
 
 _MODES = ("full", "runs", "packed")
 _PERCENT = (1, 5, 20, 50, 90, 100)  # of the pool's blocks that are active
-_STAGING_BYTES = 32 << 20  # the default of additional_config.kvpp.staging_bytes
+_STAGING_BYTES = KvppOptions().staging_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def bench_broadcast(
     Prints ratios to a plain broadcast of just the active bytes, taken in turns in one run, and
     what `auto` chooses with the costs that it measures first. Times are those of the slowest rank.
     """
-    sizes = [int(size) for size in layer_mib.split(",")]
+    sizes = whole_numbers("--layer-mib", layer_mib)
     if any((size << 10) // block_kib < 20 for size in sizes):
         typer.echo("--layer-mib must hold at least 20 blocks of --block-kib", err=True)
         raise typer.Exit(2)

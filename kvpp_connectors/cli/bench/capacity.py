@@ -17,13 +17,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpp_connectors.cli.bench.base import AsJson, AsMarkdown, Figures, Table, conclude
-from kvpp_connectors.cli.bench.engines import SWITCHES, Engine
+from kvpp_connectors.cli.bench.base import (
+    AsJson,
+    AsMarkdown,
+    Figures,
+    Table,
+    conclude,
+    whole_numbers,
+)
+from kvpp_connectors.cli.bench.engines import SWITCHES, bare_engine
 
 __all__ = ["Capacity", "CapacityFigures", "bench_capacity"]
 
 _PLAN_S = 300.0
-_TOKENS = 256  # of a step and of a request: capacity does not depend on it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ def bench_capacity(
 
     Exit code 1 if they are not those that `kvpp plan` says.
     """
-    counts = [int(count) for count in layers.split(",")]
+    counts = whole_numbers("--layers", layers)
     conclude(
         "capacity",
         lambda: CapacityFigures([_count(count, ranks, memory_mib << 20) for count in counts]),
@@ -113,7 +119,10 @@ def _count(layers: int, ranks: int, memory: int) -> Capacity:
     with tempfile.TemporaryDirectory(prefix="kvpp-bench-") as folder, ExitStack() as stack:
         model = write_checkpoint(Path(folder) / "model", TinyModel(num_hidden_layers=layers))
         # Both start at once: no time is measured.
-        engines = {way: stack.enter_context(_engine(model, way, ranks, memory)) for way in SWITCHES}
+        engines = {
+            way: stack.enter_context(bare_engine(way, _blocks, str(model), ranks, memory))
+            for way in SWITCHES
+        }
         (off, block_size), (on, _) = (engines[way].ask(None) for way in ("off", "on"))
         planned = _plan(model, ranks, memory, block_size)
     return Capacity(
@@ -125,20 +134,6 @@ def _count(layers: int, ranks: int, memory: int) -> Capacity:
         on=on,
         planned_off=planned["blocks_off"],
         planned_on=planned["blocks_on"],
-    )
-
-
-def _engine(model: Path, way: str, ranks: int, memory: int) -> Engine:
-    return Engine(
-        f"the engine with KVPP {way}",
-        _blocks,
-        str(model),
-        additional_config=SWITCHES[way],
-        tensor_parallel_size=ranks,
-        kv_cache_memory_bytes=memory,
-        max_num_batched_tokens=_TOKENS,
-        max_model_len=_TOKENS,
-        max_num_seqs=1,
     )
 
 

@@ -11,13 +11,15 @@ from typing import Any
 from kvpp_connectors.cli.bench.asked_process import AskedProcess, answer_all
 from kvpp_connectors.demo.settings import ENVIRONMENT
 
-__all__ = ["SWITCHES", "Engine"]
+__all__ = ["SWITCHES", "Engine", "bare_engine"]
 
 # additional_config of engines that are compared: the CPU profile is no part of what is measured.
 SWITCHES: Mapping[str, dict[str, Any]] = {
     "off": {"kvpp": {"cpu_profile": True}},
     "on": {"enable_kvpp": True},
 }
+
+_TOKENS = 256  # of a step and of a request, in an engine that answers none
 
 Answer = Callable[[Any, Any], Any]  # of the engine, to a question
 
@@ -39,6 +41,21 @@ class Engine(AskedProcess):
         Both functions must be those of a module: the process is spawned.
         """
         super().__init__(name, _serve, answer, model, dict(environment), prepare, options)
+
+
+def bare_engine(way: str, answer: Answer, model: str, ranks: int, memory: int) -> Engine:
+    """An engine that is only looked at: ``way`` of `SWITCHES`, ``memory`` bytes of KV per rank."""
+    return Engine(
+        f"the engine with KVPP {way}",
+        answer,
+        model,
+        additional_config=SWITCHES[way],
+        tensor_parallel_size=ranks,
+        kv_cache_memory_bytes=memory,
+        max_num_batched_tokens=_TOKENS,
+        max_model_len=_TOKENS,
+        max_num_seqs=1,
+    )
 
 
 def _serve(

@@ -24,6 +24,7 @@ from kvpp_connectors.cli.bench.base import (
     Table,
     conclude,
     extent,
+    whole_numbers,
 )
 from kvpp_connectors.cli.bench.p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
 from kvpp_connectors.cli.bench.patience import be_patient
@@ -136,7 +137,7 @@ def bench_p2p(
 
     With --group also what `share_pulls` does for a decode group of two.
     """
-    sizes = [int(size) for size in megabytes.split(",")]
+    sizes = whole_numbers("--megabytes", megabytes)
     conclude("p2p", lambda: _time_all(sizes, repeats, group), as_json, as_markdown)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvpp_connectors.cli.bench.engines import Engine
 from kvpp_connectors.cli.bench.turns import Spread, in_turns, medians, ratio
+from kvpp_connectors.demo.prompts import greedy, random_tokens
 
 __all__ = ["EngineTiming", "time_engines"]
 
@@ -146,15 +147,13 @@ def _give_cpu_events() -> None:
 
 def _generate(llm: Any, asked: tuple[int, bool]) -> float:
     """In the engine's process: seconds until all prompts are answered and saved."""
-    from vllm import SamplingParams
-
     seed, again = asked
     numbers = random.Random(seed)
-    prompts = [[numbers.randrange(2, 512) for _ in range(LENGTH)] for _ in range(PROMPTS)]
+    prompts = [random_tokens(numbers, LENGTH) for _ in range(PROMPTS)]
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler
     if again and not llm.reset_prefix_cache():
         raise RuntimeError("the engine's own cache could not be emptied: blocks are in use")
-    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    sampling = greedy(1)
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)

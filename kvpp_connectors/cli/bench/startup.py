@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpp_connectors.cli.bench.base import AsJson, AsMarkdown, Figures, Table, conclude
-from kvpp_connectors.cli.bench.engines import SWITCHES, Engine
+from kvpp_connectors.cli.bench.engines import SWITCHES, bare_engine
 from kvpp_connectors.cli.bench.turns import Spread, in_turns, medians, ratio, spread
 from kvpp_connectors.demo.settings import ENVIRONMENT
 
@@ -29,7 +29,6 @@ __all__ = ["EngineStart", "PlugInCost", "StartupFigures", "bench_startup"]
 
 RANKS = 2
 _CHILD_S = 300.0
-_TOKENS = 256  # of a step and of a request
 _EMPTY, _PLUG_IN = "pass", "import kvpp_connectors.plugin"
 _REGISTER = """
 import time, vllm.platforms
@@ -146,17 +145,7 @@ def _time_engines(starts: int) -> EngineStart:
 def _start(model: str, way: str) -> float:
     """Seconds until the engine is ready; its end is not among them."""
     started = time.perf_counter()
-    with Engine(
-        f"the engine with KVPP {way}",
-        _is_ready,
-        model,
-        additional_config=SWITCHES[way],
-        tensor_parallel_size=RANKS,
-        kv_cache_memory_bytes=64 << 20,
-        max_num_batched_tokens=_TOKENS,
-        max_model_len=_TOKENS,
-        max_num_seqs=1,
-    ) as engine:
+    with bare_engine(way, _is_ready, model, RANKS, 64 << 20) as engine:
         engine.ask(None)
         return time.perf_counter() - started
 

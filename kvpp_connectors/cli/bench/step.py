@@ -29,9 +29,11 @@ from kvpp_connectors.cli.bench.base import (
     Table,
     conclude,
     extent,
+    whole_numbers,
 )
 from kvpp_connectors.cli.bench.engines import SWITCHES, Engine
 from kvpp_connectors.cli.bench.turns import Spread, Turns, in_turns, ratio
+from kvpp_connectors.demo.prompts import greedy, random_tokens
 
 __all__ = ["StepFigures", "StepTiming", "bench_step"]
 
@@ -127,7 +129,7 @@ def bench_step(
 
     Exit code 1 if an engine with KVPP answers with other tokens than the one without.
     """
-    lengths = [int(context) for context in contexts.split(",")]
+    lengths = whole_numbers("--contexts", contexts)
     conclude("step", lambda: StepFigures(_time_all(lengths, repeats)), as_json, as_markdown)
 
 
@@ -200,18 +202,12 @@ class _Seen:
 
 def _measure(llm: Any, asked: tuple[int, int, str | None]) -> _Seen:
     """In the engine's process: the last chunk of a prompt, and the median decode step."""
-    from vllm import SamplingParams
-
     context, seed, policy = asked
     if policy is not None:
         llm.collective_rpc("kvpp_set_broadcast", args=(policy,))
-    numbers = random.Random(seed)
-    prompt = [numbers.randrange(2, 512) for _ in range(context)]
-    sampling = SamplingParams(
-        temperature=0, max_tokens=DECODES + 1, ignore_eos=True, detokenize=False
-    )
+    prompt = random_tokens(random.Random(seed), context)
     engine, chunks = llm.llm_engine, -(-context // CHUNK)
-    engine.add_request("request", {"prompt_token_ids": prompt}, sampling)
+    engine.add_request("request", {"prompt_token_ids": prompt}, greedy(DECODES + 1))
     seconds, moved = [], []
     outputs: list[Any] = []
     for step in range(chunks + DECODES):
