@@ -10,7 +10,14 @@ from tests.engine.harness import Request, Script, random_tokens, start_engine
 from tests.fork_server import call_apart
 from tests.pool.pool_engine import counted
 
-__all__ = ["BLOCK", "LOADED", "PROMPTS", "Ran", "assert_missed", "run"]
+__all__ = ["BLOCK", "LOADED", "PROMPTS", "WAYS", "Ran", "assert_missed", "run"]
+
+# When what is found is loaded: kv_connector_extra_config.
+WAYS: dict[str, dict[str, Any]] = {
+    "before the step": {},
+    "between steps": {"load_async": True},
+    "layer by layer": {"use_layerwise": True},
+}
 
 BLOCK = 16  # tokens
 _LENGTHS = (100, 64, 200, 30)

@@ -24,6 +24,7 @@ from tests.engine.harness import Request, Script, kvpp_off, kvpp_on, random_toke
 from tests.fork_server import call_apart
 from tests.pool.master import Master, wait_until
 from tests.pool.pool_engine import MTP, PoolEngine, transfer
+from tests.pool.sharing import WAYS
 from tests.pool.store_faults import EXTENSION, Gate
 from tests.pool.store_process import StoreProcess
 from tests.pool.stores import raw_mooncake
@@ -40,11 +41,6 @@ ENVIRONMENT = {
     "MC_RPC_TIMEOUT_MS": "6000",  # beyond the deadline: a lookup in the step would show
     "MC_TCP_STATUS_TIMEOUT_SEC": "10",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "10",
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "before the step": {},
-    "between steps": {"load_async": True},
-    "layer by layer": {"use_layerwise": True},
 }
 
 

@@ -8,7 +8,6 @@ Field reports 3.3, 4.1, 4.2, 4.4, 4.5, 5.2 (draft caches are saved, too) and 5.3
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,14 @@ from tests.engine.harness import kvpp_off, kvpp_on
 from tests.pool import sharing
 from tests.pool.master import Master
 from tests.pool.pool_engine import MTP, transfer
-from tests.pool.sharing import LOADED, Ran, assert_missed
-from tests.pool.store_process import StoreProcess, lent_pool
+from tests.pool.sharing import LOADED, WAYS, Ran, assert_missed
+from tests.pool.store_process import StoreProcess
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("patient_clients"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[StoreProcess]:
-    """A master and a store that hold what engines save."""
-    with lent_pool() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +57,6 @@ def test_what_one_kvpp_engine_saves_another_loads(
     assert_missed(first)
     second = run(model, kvpp_on(), config)
     assert (second.tokens, second.cached) == (expected, LOADED)
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "before the step": {},
-    "between steps": {"load_async": True},
-    "layer by layer": {"use_layerwise": True},
-}
 
 
 @pytest.mark.parametrize("way", WAYS)

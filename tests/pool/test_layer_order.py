@@ -18,7 +18,7 @@ from tests.pool.master import wait_until
 from tests.pool.pool_engine import MTP, PoolEngine, transfer
 from tests.pool.sharing import LOADED, PROMPTS, assert_missed, run
 from tests.pool.store_faults import EXTENSION, Gate
-from tests.pool.store_process import StoreProcess, lent_pool
+from tests.pool.store_process import StoreProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -30,13 +30,6 @@ BOUND_S = 120.0
 
 TARGET = tiny_models.SHARED  # sparse: components of unlike sizes
 DRAFTING: dict[str, Any] = {"speculative_config": MTP}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[StoreProcess]:
-    """A master and a store that hold what engines save."""
-    with lent_pool() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ Properties S6 (a hit needs every shard and stage) and S11. Field reports 3.3 and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +16,8 @@ import pytest
 from tests.engine import tiny_models
 from tests.engine.harness import kvpp_off, kvpp_on
 from tests.pool.pool_engine import transfer
-from tests.pool.sharing import LOADED, assert_missed, run
-from tests.pool.store_process import StoreProcess, lent_pool
+from tests.pool.sharing import LOADED, WAYS, assert_missed, run
+from tests.pool.store_process import StoreProcess
 
 pytestmark = [
     pytest.mark.engine,
@@ -27,11 +27,6 @@ pytestmark = [
 
 Served = tuple[Path, list[list[int]]]
 
-WAYS: dict[str, dict[str, Any]] = {
-    "in the step": {},
-    "between steps": {"load_async": True},
-    "layer by layer": {"use_layerwise": True},
-}
 # Layers and the engine's ranks. In all but the first a rank owns nothing.
 TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages of two ranks": (6, {"tp": 2, "pipeline_parallel_size": 2}),
@@ -39,13 +34,6 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "four ranks, one owns nothing": (3, {"tp": 4}),
     "two ranks, one owns nothing": (1, {"tp": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[StoreProcess]:
-    """A master and a store that hold what engines save."""
-    with lent_pool() as store:
-        yield store
 
 
 @pytest.fixture(scope="module")

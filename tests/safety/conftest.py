@@ -1,4 +1,4 @@
-"""What the modules of the safety properties share: gloo worlds, transfer engines, stores.
+"""What the modules of the safety properties share: gloo worlds, transfer engines, stores, a model.
 
 Imports that need more than torch are made where they are used: S4, S5, S7 and S10 also run beside
 torch-npu, where vLLM and Mooncake are not (tests/ascend_sim).
@@ -6,26 +6,18 @@ torch-npu, where vLLM and Mooncake are not (tests/ascend_sim).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.core.gloo_world import GlooWorld
+from tests.core.conftest import world2
+from tests.pool.fixtures import prefix, shared_master, store
 
 if TYPE_CHECKING:
     from tests.p2p.conftest import Machine
-    from tests.pool.master import Master
-    from tests.pool.stores import Store
 
-
-@pytest.fixture(scope="package")
-def world2() -> Iterator[GlooWorld]:
-    """Two ranks."""
-    world = GlooWorld(2)
-    yield world
-    world.close()
+__all__ = ["machine", "mla_model", "prefix", "shared_master", "store", "world2"]
 
 
 @pytest.fixture(scope="package")
@@ -37,32 +29,8 @@ def machine() -> Machine:
 
 
 @pytest.fixture(scope="package")
-def shared_master() -> Iterator[Master]:
-    """A mooncake_master."""
-    from tests.pool.master import Master
+def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config.json, for engines without a model."""
+    from tests.contract.launches import write_mla
 
-    master = Master()
-    yield master
-    master.stop()
-
-
-@pytest.fixture(scope="package", params=["mooncake-packed", "mooncake-pieces", "memcache-stand-in"])
-def store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Store]:
-    """Every backend that can run here."""
-    from tests.pool.conftest import opened_store
-
-    folder = tmp_path_factory.mktemp("store")
-    opened = opened_store(request.param, lambda: request.getfixturevalue("shared_master"), folder)
-    yield opened
-    opened.close()
-
-
-_NUMBERS = itertools.count()
-
-
-@pytest.fixture
-def prefix() -> str:
-    """Keys of one test start with this."""
-    return f"kvpp1@safety{next(_NUMBERS)}@"
+    return write_mla(tmp_path_factory.mktemp("safety") / "model")

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from tests.contract.launches import write_mla
 from tests.safety.machine import Requests
 from tests.safety.site import Kind, Launch
 
@@ -46,17 +45,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config.json."""
-    return write_mla(tmp_path_factory.mktemp("safety") / "model")
-
-
 @pytest.mark.timeout(900 + STEPS / 50)
 @pytest.mark.parametrize("name", KINDS)
-def test_every_interleaving_ends_well(name: str, model: Path) -> None:
+def test_every_interleaving_ends_well(name: str, mla_model: Path) -> None:
     """Blocks, bytes, answers and accounts, after every step and in the end."""
-    machine: Any = type("Machine", (Requests,), {"launch": Launch(model, KINDS[name])})
+    machine: Any = type("Machine", (Requests,), {"launch": Launch(mla_model, KINDS[name])})
     for batch in count(SEED):  # hypothesis remembers all examples of a batch
         run_state_machine_as_test(seed(f"{name} {batch}")(machine), settings=BATCH)
         if machine.steps_done >= STEPS:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.launches import write_mla
 from tests.p2p.conftest import Machine
 from tests.p2p.pull_rig import ReadFault, held_reads, rig
 from tests.p2p.sides import PATIENCE, eventually
@@ -34,16 +33,10 @@ NONE = Ending(still_read=True)  # no transfer ends, whatever is asked of it
 ENDS = {"well": Ending(good=frozenset(range(64))), "badly": Ending(bad=frozenset(range(64)))}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config.json."""
-    return write_mla(tmp_path_factory.mktemp("s01") / "model")
-
-
 @pytest.fixture(scope="module", params=USES)
-def launch(request: pytest.FixtureRequest, model: Path) -> Launch:
+def launch(request: pytest.FixtureRequest, mla_model: Path) -> Launch:
     """An engine in which a request's blocks are used so."""
-    return Launch(model, USES[request.param])
+    return Launch(mla_model, USES[request.param])
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ import pytest
 from kvpp_connectors.p2p.control import ControlClient
 from kvpp_connectors.p2p.puller import Pull
 from kvpp_connectors.p2p.wire import Confirm, Open, Reply, Request
-from tests.contract.launches import write_mla
 from tests.p2p.conftest import Machine
 from tests.p2p.pull_rig import LOCAL, held_reads, rig
 from tests.p2p.sides import PATIENCE
@@ -41,16 +40,10 @@ ALL = frozenset(range(64))
 ENDS = {"well": Ending(good=ALL), "badly": Ending(bad=ALL)}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config.json."""
-    return write_mla(tmp_path_factory.mktemp("s02") / "model")
-
-
 @pytest.fixture(scope="module", params=KINDS)
-def launch(request: pytest.FixtureRequest, model: Path) -> Launch:
+def launch(request: pytest.FixtureRequest, mla_model: Path) -> Launch:
     """Each kind of engine."""
-    return Launch(model, KINDS[request.param])
+    return Launch(mla_model, KINDS[request.param])
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import pytest
@@ -317,12 +318,11 @@ PROMPT = [*range(64), 7, 7]  # four blocks and two tokens
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(mla_model: Path) -> Launch:
     """A pool whose loads end within their step."""
-    from tests.contract.launches import write_mla
     from tests.safety.site import Kind, Launch
 
-    return Launch(write_mla(tmp_path_factory.mktemp("s04") / "model"), Kind(pool=True))
+    return Launch(mla_model, Kind(pool=True))
 
 
 @pytest.fixture

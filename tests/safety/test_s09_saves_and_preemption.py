@@ -19,7 +19,6 @@ from kvpp_connectors.pool.keys import Namespace, Shard
 from kvpp_connectors.pool.messages import PoolStep
 from kvpp_connectors.pool.objects import HEADER_BYTES
 from kvpp_connectors.pool.packing import Inventory
-from tests.contract.launches import write_mla
 from tests.core.rank_memory import RankMemory, uneven_model
 from tests.core.rig import PATIENCE
 from tests.pool.block_stores import objects, opened
@@ -121,9 +120,9 @@ NONE = Ending()
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+def launch(mla_model: Path) -> Launch:
     """A pool."""
-    return Launch(write_mla(tmp_path_factory.mktemp("s09") / "model"), Kind(pool=True))
+    return Launch(mla_model, Kind(pool=True))
 
 
 @pytest.fixture
