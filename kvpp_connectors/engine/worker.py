@@ -40,6 +40,7 @@ from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 from kvpp_core.spans import Lane, Recording, SpanRecorder
+from kvpp_core.staging import allocate_staging
 from kvpp_core.stats import PipelineStats
 
 __all__ = ["KvppWorkerMixin"]
@@ -108,9 +109,7 @@ class KvppWorkerMixin:
         )
         self._kvpp_serve_metrics()
         # Taken now, so that vLLM's memory measurement sees it.
-        self._kvpp_staging = torch.zeros(
-            options.staging_bytes, dtype=torch.int8, device=self.device
-        )
+        self._kvpp_staging = allocate_staging(options.staging_bytes, self.device).view(torch.int8)
         self._kvpp_device = make_device(self.device.type, options.transfer_timeout_s)
         self._kvpp_cost = self._kvpp_find_cost()
 

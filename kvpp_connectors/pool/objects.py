@@ -17,6 +17,7 @@ from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome, Result
 from kvpp_connectors.pool.keys import FORMAT_VERSION
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_core.errors import KvppError
+from kvpp_core.staging import allocate_staging
 
 __all__ = ["HEADER_BYTES", "BlockObject", "BlockStore", "Staging", "read_header", "write_header"]
 
@@ -83,7 +84,7 @@ class Staging:
         Raises:
             KvppError: the backend refused the memory.
         """
-        self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._memory = allocate_staging(capacity, device)
         self.capacity = capacity
         if capacity:
             backend.register(self._memory.data_ptr(), capacity)
