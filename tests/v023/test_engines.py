@@ -52,6 +52,30 @@ def start(model: Path, log: Path, additional: dict[str, Any], **options: Any) ->
     return Engine(model, log, **settings)
 
 
+def transfer(role: str, port: int) -> dict[str, Any]:
+    """Prefill's or decode's side of a transfer."""
+    return {"kv_connector": "MooncakeConnectorV2", "kv_role": role, "kv_port": port, EXTRA: {}}
+
+
+def pooled(master: Master, layerwise: bool) -> dict[str, Any]:
+    """A pool that keeps what its engines lend: 64 MiB each."""
+    return {
+        "kv_connector": "AscendStoreConnector",
+        "kv_role": "kv_both",
+        EXTRA: {
+            "backend": "mooncake",
+            "mooncake": {
+                "master_server_address": master.address,
+                "global_segment_size": 64 << 20,
+            },
+            "lookup_deadline_s": 30.0,
+            "lookup_wait_s": 1.0,
+            "use_layerwise": layerwise,
+            "load_async": not layerwise,
+        },
+    }
+
+
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
     """The same tokens, and their probabilities to rounding."""
     for mine, other in zip(ours, theirs, strict=True):
@@ -111,17 +135,7 @@ def test_decode_pulls_from_a_kvpp_prefill(
     tmp_path: Path,
 ) -> None:
     """Every rank of decode pulls every tensor of each layer from its owner."""
-    prefill: dict[str, Any] = {
-        "kv_connector": "MooncakeConnectorV2",
-        "kv_role": "kv_producer",
-        EXTRA: {},
-    }
-    decode: dict[str, Any] = {
-        "kv_connector": "MooncakeConnectorV2",
-        "kv_role": "kv_consumer",
-        EXTRA: {},
-    }
-    prefill["kv_port"], decode["kv_port"] = 27700, 27710
+    prefill, decode = transfer("kv_producer", 27700), transfer("kv_consumer", 27710)
     with (
         start(model, tmp_path / "prefill", ON, kv_transfer_config=prefill) as producer,
         start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
@@ -148,21 +162,7 @@ def test_a_pool_serves_the_next_kvpp_engine(
 ) -> None:
     """What one engine saved another one loads, each owner its own layers."""
     master = Master()
-    pool = {
-        "kv_connector": "AscendStoreConnector",
-        "kv_role": "kv_both",
-        EXTRA: {
-            "backend": "mooncake",
-            "mooncake": {
-                "master_server_address": master.address,
-                "global_segment_size": 64 << 20,
-            },
-            "lookup_deadline_s": 30.0,
-            "lookup_wait_s": 1.0,
-            "use_layerwise": layerwise,
-            "load_async": not layerwise,
-        },
-    }
+    pool = pooled(master, layerwise)
     try:
         with start(model, tmp_path / "first", ON, kv_transfer_config=pool) as first:
             same(first.generate(prompts, 8), expected[0])
@@ -170,5 +170,36 @@ def test_a_pool_serves_the_next_kvpp_engine(
                 found = second.generate(prompts, 8)
         same(found, expected[0])
         assert [answer["cached"] for answer in found] == [256, 0, 128]
+    finally:
+        master.stop()
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_prefill_transfers_what_it_found_in_the_pool(
+    model: Path,
+    prompts: list[list[int]],
+    expected: tuple[list[dict[str, Any]], int],
+    tmp_path: Path,
+    layerwise: bool,
+) -> None:
+    """Both children in one engine: a prefill engine that is new loads, and decode pulls from it."""
+    master = Master()
+    children = [transfer("kv_producer", 27720), pooled(master, layerwise)]
+    both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", EXTRA: {"connectors": children}}
+    decode = transfer("kv_consumer", 27730)
+    try:
+        with (
+            start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
+            start(model, tmp_path / "first", ON, kv_transfer_config=both) as first,
+        ):
+            same(first.generate(prompts, 8), expected[0])
+            children[0]["kv_port"] = 27740
+            with start(model, tmp_path / "second", ON, kv_transfer_config=both) as second:
+                found = second.generate(prompts, 1, {"do_remote_decode": True})
+                assert [answer["cached"] for answer in found] == [256, 0, 128]
+                for prompt, hit, answer in zip(prompts, found, expected[0], strict=True):
+                    same(consumer.generate([prompt], 8, hit["params"]), [answer])
+            pulls = [line for line in consumer.log().splitlines() if "pulled" in line]
+        assert len(pulls) == RANKS * len(prompts)
     finally:
         master.stop()
