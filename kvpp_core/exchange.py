@@ -6,10 +6,13 @@ decode step reads all of its requests' history and adds one token to each.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from kvpp_core.spans import Lane, SpanRecorder
 
 __all__ = ["HeadExchange", "HeadGroup"]
 
@@ -34,12 +37,13 @@ class HeadGroup(Protocol):
 class HeadExchange:
     """One rank's end. For the thread that runs the model; every call is collective."""
 
-    def __init__(self, group: HeadGroup) -> None:
-        self._group = group
+    def __init__(self, group: HeadGroup, spans: SpanRecorder) -> None:
+        self._group, self._spans = group, spans
         self.bytes = 0  # over the group: queries to the owners and results from them
 
     def attend(
         self,
+        layer: int,
         owner: int,
         query: torch.Tensor,
         width: int,
@@ -48,6 +52,7 @@ class HeadExchange:
         """This rank's heads of a layer's attention, computed by group rank ``owner``.
 
         Args:
+            layer: which; the same on every rank.
             owner: the same on every rank.
             query: (tokens, heads of this rank, head size); the same shape on every rank.
             width: of a result's head; results have the query's dtype.
@@ -61,12 +66,26 @@ class HeadExchange:
         ranks, rank = self._group.world_size, self._group.rank_in_group
         # Not a gather to the owner: vLLM's over shared memory does not hold back a rank that is
         # calls ahead, and a rank that owns nothing for a while gets stuck.
+        begun = time.monotonic_ns()
         whole = self._group.all_gather(query.contiguous(), 1)
+        gathered = time.monotonic_ns()
         if rank == owner:
             results = attention(whole)
         else:
             results = query.new_zeros((tokens, ranks * heads, width))
+        attended = time.monotonic_ns()
         self.bytes += (ranks - 1) * (whole.nbytes + results.nbytes)
         # One summand is not zero: no rounding, whatever the order of the sum.
         mine = self._group.all_reduce(results)[:, rank * heads : (rank + 1) * heads]
+        if self._spans.on:
+            given = time.monotonic_ns()
+            for name, begin, end, nbytes in (
+                ("queries", begun, gathered, whole.nbytes),
+                ("attention", gathered, attended, 0),
+                ("results", attended, given, results.nbytes),
+            ):
+                self._spans.add(
+                    Lane.EXCHANGE, name, begin, end, layer, owner=owner, tokens=tokens,
+                    bytes=(ranks - 1) * nbytes,
+                )  # fmt: skip
         return mine.contiguous()

@@ -25,6 +25,7 @@ class Lane(StrEnum):
     COMPUTE = "compute"  # the forward's thread, but for its waits
     WAIT = "wait"  # the forward's thread: exposed waits, as PipelineStats counts them
     BROADCAST = "broadcast"
+    EXCHANGE = "exchange"  # the forward's thread too: decode at the owner
     LOAD = "load"
     SAVE = "save"
 

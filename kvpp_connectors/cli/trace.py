@@ -16,14 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpp_connectors.cli.demo import Layerwise, Logs
-from kvpp_core.policy import BroadcastPolicy
+from kvpp_core.policy import BroadcastPolicy, DecodePolicy
+from kvpp_core.spans import Lane
 
 if TYPE_CHECKING:
     from kvpp_connectors.cli.trace_figures import TracedStep
     from kvpp_connectors.demo.traced import TraceJob, TraceResult
     from kvpp_core.spans import Recording
 
-__all__ = ["by_layers", "trace"]
+__all__ = ["patient", "trace"]
 
 _ANSWER_TOKENS = 9  # the first comes with the last chunk, then a decode step each
 _POOL_BYTES = 512 << 20
@@ -35,6 +36,10 @@ def trace(
     broadcast: Annotated[
         BroadcastPolicy, typer.Option(help="As in additional_config.kvpp.")
     ] = BroadcastPolicy.AUTO,
+    decode: Annotated[
+        DecodePolicy, typer.Option(help="As in additional_config.kvpp.")
+    ] = DecodePolicy.BROADCAST,
+    pool: Annotated[bool, typer.Option("--pool", help="With a pool of whole blocks.")] = False,
     layerwise: Layerwise = False,
     steps: Annotated[int, typer.Option(min=1, help="Keep the last ones.")] = 128,
     prompts: Annotated[int, typer.Option(min=1, help="One after the other.")] = 4,
@@ -44,7 +49,7 @@ def trace(
     tp: Annotated[int, typer.Option(min=2, help="Tensor-parallel size.")] = 2,
     memory_mib: Annotated[int, typer.Option(min=8, help="KV memory per rank, in MiB.")] = 96,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file for a picture of one prefill step.")
+        Path | None, typer.Option(help="SVG file for a picture of one step.")
     ] = None,
     logs: Logs = None,
 ) -> None:
@@ -52,8 +57,9 @@ def trace(
 
     Prompts are computed in chunks, one after the other, and answered. OUT opens in
     ui.perfetto.dev or chrome://tracing: a process for each rank, a row each for compute, wait,
-    broadcast, load and save. Tables tell the medians of each layer and where the waits go. With
-    --layerwise the prompts are saved into a pool, and come again from there. docs/trace.md.
+    broadcast, exchange, load and save. Tables tell the medians of each layer and where the waits
+    go. With --pool or --layerwise the prompts are saved into a pool, and come again from there.
+    docs/trace.md.
     """
     from kvpp_connectors.demo.children import ChildFailed
 
@@ -62,9 +68,9 @@ def trace(
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="kvpp-trace-")) if logs is None else logs
     folder.mkdir(parents=True, exist_ok=True)
-    job = _job(folder, broadcast, prompts, prompt_tokens, chunk, tp, memory_mib, steps)
+    job = _job(folder, broadcast, decode, prompts, prompt_tokens, chunk, tp, memory_mib, steps)
     try:
-        result = _record(job, folder, layers, layerwise=layerwise, console=console)
+        result = _record(job, folder, layers, pool=pool, layerwise=layerwise, console=console)
     except ChildFailed as error:
         console.print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(1) from None
@@ -97,6 +103,7 @@ def _check_place(option: str, path: Path | None) -> None:
 def _job(
     folder: Path,
     broadcast: BroadcastPolicy,
+    decode: DecodePolicy,
     prompts: int,
     prompt_tokens: int,
     chunk: int,
@@ -109,6 +116,7 @@ def _job(
     return TraceJob(
         model=str(folder / "model"),
         broadcast=broadcast.value,
+        decode=decode.value,
         transfer=None,
         prompts=prompts,
         prompt_tokens=prompt_tokens,
@@ -121,9 +129,9 @@ def _job(
 
 
 def _record(
-    job: TraceJob, folder: Path, layers: int, *, layerwise: bool, console: Console
+    job: TraceJob, folder: Path, layers: int, *, pool: bool, layerwise: bool, console: Console
 ) -> TraceResult:
-    """Run the job in a process of its own; with a pool beside it for ``layerwise``.
+    """Run the job in a process of its own; with a pool beside it where one is asked for.
 
     Raises:
         ChildFailed: the engine or the pool ended badly.
@@ -140,9 +148,10 @@ def _record(
     write_checkpoint(Path(job.model), shape)
     source, target = folder / "trace-job.json", folder / "trace-result.json"
     with ExitStack() as stack:
-        if layerwise:
-            pool = stack.enter_context(serving_pool(folder, _POOL_BYTES))
-            job = job.model_copy(update={"transfer": by_layers(pool.transfer_config())})
+        if pool or layerwise:
+            store = stack.enter_context(serving_pool(folder, _POOL_BYTES))
+            transfer = patient(store.transfer_config(), layerwise=layerwise)
+            job = job.model_copy(update={"transfer": transfer})
         source.write_text(job.model_dump_json())
         run_module(
             "kvpp_connectors.demo.traced",
@@ -156,11 +165,11 @@ def _record(
     return TraceResult.model_validate_json(target.read_text())
 
 
-def by_layers(transfer: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a pool that is used layer by layer, however busy the machine is."""
+def patient(transfer: dict[str, Any], *, layerwise: bool) -> dict[str, Any]:
+    """The configuration of a pool that is waited for, however busy the machine is."""
     extra = transfer["kv_connector_extra_config"]
-    patient = {"use_layerwise": True, "lookup_deadline_s": 10.0, "lookup_wait_s": 1.0}
-    return {**transfer, "kv_connector_extra_config": {**extra, **patient}}
+    ours = {"use_layerwise": layerwise, "lookup_deadline_s": 10.0, "lookup_wait_s": 1.0}
+    return {**transfer, "kv_connector_extra_config": {**extra, **ours}}
 
 
 def _report(
@@ -175,7 +184,11 @@ def _report(
     kinds = by_kind(recordings)
     for kind, steps in kinds.items():
         console.print(_layer_table(kind, steps))
-    console.print(_rank_table(kinds))
+    if kinds:
+        console.print(_rank_table(kinds))
+    exchanging = by_kind(recordings, Lane.EXCHANGE)
+    for kind, steps in exchanging.items():
+        console.print(_exchange_table(kind, steps))
     kept = recordings[0].steps
     dropped = sum(recording.dropped for recording in recordings)
     console.print(
@@ -186,8 +199,9 @@ def _report(
             f"[red]{failed} blocks of a layer were not loaded or saved: the pool did not answer in "
             "time. Try again when the machine is less busy.[/red]"
         )
-    if picture is not None and kinds:
-        kind, steps = next(iter(_loading_first(kinds).items()))
+    shown_kinds = exchanging or _loading_first(kinds)
+    if picture is not None and shown_kinds:
+        kind, steps = next(iter(shown_kinds.items()))
         shown = sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2]
         picture.write_text(draw(shown, f"{kind}, step {shown.number}: {what}"))
         console.print(f"picture of step {shown.number} in {picture}")
@@ -217,6 +231,18 @@ def _layer_table(kind: str, steps: Sequence[TracedStep]) -> Table:
             *(f.compute, f.broadcast, f.pack, f.transport, f.unpack),
             *(f.owner_waits, f.others_wait),
         )
+        table.add_row(str(f.layer), f"rank {f.owner}", *(f"{t * 1e3:.2f}" for t in times))
+    return table
+
+
+def _exchange_table(kind: str, steps: Sequence[TracedStep]) -> Table:
+    from kvpp_connectors.cli.trace_figures import exchanges
+
+    heads = ("layer", "owner", "queries", "attention", "results", "from call to last result")
+    title = f"{kind}, at the owner: medians of {len(steps)} steps, ms"
+    table = Table(*heads, title=title)
+    for f in exchanges(steps):
+        times = (f.queries, f.attention, f.results, f.whole)
         table.add_row(str(f.layer), f"rank {f.owner}", *(f"{t * 1e3:.2f}" for t in times))
     return table
 

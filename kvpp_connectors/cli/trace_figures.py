@@ -9,7 +9,17 @@ from functools import cached_property
 
 from kvpp_core.spans import Lane, Recording, Span, StepSpans
 
-__all__ = ["PARTS", "LayerFigures", "RankFigures", "TracedStep", "by_kind", "layers", "ranks"]
+__all__ = [
+    "PARTS",
+    "ExchangeFigures",
+    "LayerFigures",
+    "RankFigures",
+    "TracedStep",
+    "by_kind",
+    "exchanges",
+    "layers",
+    "ranks",
+]
 
 # What a wait was spent on, in the order in which it happens.
 PARTS = ("load", "owner", "transport", "unpack", "rest")
@@ -18,7 +28,7 @@ _LOADING = " that loads"
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step that broadcast, as all ranks recorded it."""
+    """One step that used other ranks' layers, as all ranks recorded it."""
 
     number: int
     ranks: tuple[StepSpans, ...]
@@ -31,7 +41,11 @@ class TracedStep:
     @cached_property
     def kind(self) -> str:
         """Prefill or decode, and whether layers were loaded."""
-        loads = any(span.lane is Lane.LOAD for step in self.ranks for span in step.spans)
+        loads = any(
+            span.lane is Lane.LOAD and span.layer is not None
+            for step in self.ranks
+            for span in step.spans
+        )
         return self.whole[0].name + (_LOADING if loads else "")
 
     @cached_property
@@ -124,6 +138,18 @@ class LayerFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class ExchangeFigures:
+    """Median seconds of one layer's decode at its owner over steps of one kind."""
+
+    layer: int
+    owner: int  # rank
+    queries: float  # the slowest rank's: from its call until it has all heads
+    attention: float  # the owner's, for all heads
+    results: float  # the owner's: the others wait for its attention first
+    whole: float  # from the first rank's call to the last rank's result
+
+
+@dataclass(frozen=True, slots=True)
 class RankFigures:
     """One rank's steps of one kind: median seconds, and shares of all of them together."""
 
@@ -136,10 +162,13 @@ class RankFigures:
     parts: dict[str, float]  # of the waits, by PARTS
 
 
-def by_kind(recordings: Sequence[Recording]) -> dict[str, list[TracedStep]]:
-    """The steps that broadcast and that every rank has kept, by what they did."""
+def by_kind(recordings: Sequence[Recording], lane: Lane = Lane.WAIT) -> dict[str, list[TracedStep]]:
+    """The steps that every rank has kept, by what they did.
+
+    ``lane``: what they have spans of. WAIT: those that broadcast; EXCHANGE: decode at the owner.
+    """
     kinds: dict[str, list[TracedStep]] = {}
-    for step in _steps(recordings):
+    for step in _steps(recordings, lane):
         kinds.setdefault(step.kind, []).append(step)
     return kinds
 
@@ -173,6 +202,39 @@ def layers(steps: Sequence[TracedStep]) -> list[LayerFigures]:
     return [figures(layer) for layer in first.layers]
 
 
+def exchanges(steps: Sequence[TracedStep]) -> list[ExchangeFigures]:
+    """Figures of each layer's decode at its owner over steps of one kind."""
+    every = range(len(steps[0].ranks))
+
+    def figures(sample: Span) -> ExchangeFigures:
+        layer, owner = sample.layer, int(sample.facts["owner"])
+        assert layer is not None
+
+        def median(name: str, which: Iterable[int]) -> float:
+            return statistics.median(
+                max(_sum(step.find(rank, Lane.EXCHANGE, layer, name)) for rank in which)
+                for step in steps
+            )
+
+        return ExchangeFigures(
+            layer,
+            owner,
+            queries=median("queries", every),
+            attention=median("attention", [owner]),
+            results=median("results", [owner]),
+            whole=statistics.median(_extent(step, layer) for step in steps),
+        )
+
+    return [figures(span) for span in steps[0].find(0, Lane.EXCHANGE, name="queries")]
+
+
+def _extent(step: TracedStep, layer: int) -> float:
+    spans = [
+        span for rank in range(len(step.ranks)) for span in step.find(rank, Lane.EXCHANGE, layer)
+    ]
+    return (max(span.end for span in spans) - min(span.begin for span in spans)) / 1e9
+
+
 def ranks(steps: Sequence[TracedStep]) -> list[RankFigures]:
     """Figures of each rank over steps of one kind."""
     return [_rank(steps, rank) for rank in range(len(steps[0].ranks))]
@@ -194,11 +256,11 @@ def _rank(steps: Sequence[TracedStep], rank: int) -> RankFigures:
     )
 
 
-def _steps(recordings: Sequence[Recording]) -> Iterator[TracedStep]:
+def _steps(recordings: Sequence[Recording], lane: Lane) -> Iterator[TracedStep]:
     kept = [{step.number: step for step in recording.steps} for recording in recordings]
     for number in sorted(set.intersection(*map(set, kept))):
         step = TracedStep(number, tuple(steps[number] for steps in kept))
-        if all(any(span.lane is Lane.WAIT for span in s.spans) for s in step.ranks):
+        if all(any(span.lane is lane for span in s.spans) for s in step.ranks):
             yield step
 
 

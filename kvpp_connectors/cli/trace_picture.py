@@ -22,6 +22,9 @@ _COLOURS = {
     "send": "#f0a030",
     "unpack": "#8a5a10",
     "queued": "#e3e7ed",
+    "queries": "#c77c11",
+    "attention": "#2f6db5",
+    "results": "#8a5a10",
     "load": "#2e8b57",
     "save": "#7d4fa3",
 }

@@ -25,6 +25,7 @@ class TraceJob(BaseModel):
 
     model: str
     broadcast: str
+    decode: str
     transfer: dict[str, Any] | None  # kv_transfer_config of a pool; the prompts then come twice
     prompts: int
     prompt_tokens: int
@@ -58,7 +59,10 @@ def run(job: TraceJob) -> TraceResult:
     """Start the engine, warm it up, and record the prompts."""
     llm = start(
         job.model,
-        additional_config={"enable_kvpp": True, "kvpp": {"broadcast": job.broadcast}},
+        additional_config={
+            "enable_kvpp": True,
+            "kvpp": {"broadcast": job.broadcast, "decode": job.decode},
+        },
         kv_transfer_config=job.transfer,
         tensor_parallel_size=job.tensor_parallel_size,
         kv_cache_memory_bytes=job.kv_cache_memory_bytes,

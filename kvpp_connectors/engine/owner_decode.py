@@ -37,9 +37,13 @@ class OwnerDecode:
     """The layers' hooks, and whether this step uses them."""
 
     def __init__(
-        self, exchange: HeadExchange, layers: Mapping[str, Any], owners: Mapping[str, int]
+        self,
+        exchange: HeadExchange,
+        layers: Mapping[str, Any],
+        owners: Mapping[str, tuple[int, int]],
     ) -> None:
-        """Hook the layers. ``owners``: group rank of each target layer, by the layer's name.
+        """Hook the layers. ``owners``: each target layer's index and the group rank that keeps it,
+        by the layer's name.
 
         Raises:
             KvppError: a layer's attention implementation is not one of those known to take it.
@@ -48,9 +52,9 @@ class OwnerDecode:
         self._tokens: int | None = None
         if (reason := unfit(layers, owners)) is not None:
             raise KvppError(f"kvpp.decode: {reason}. Use decode = broadcast.")
-        for name, owner in owners.items():
+        for name, (layer, owner) in owners.items():
             implementation = layers[name].impl
-            implementation.forward_mqa = self._at_owner(implementation, owner, name)
+            implementation.forward_mqa = self._at_owner(implementation, layer, owner, name)
 
     @property
     def bytes(self) -> int:
@@ -65,7 +69,9 @@ class OwnerDecode:
         """Attend here again: broadcast steps, dummy and profiling runs."""
         self._tokens = None
 
-    def _at_owner(self, implementation: Any, owner: int, name: str) -> Callable[..., Any]:
+    def _at_owner(
+        self, implementation: Any, index: int, owner: int, name: str
+    ) -> Callable[..., Any]:
         original, width = implementation.forward_mqa, implementation.kv_lora_rank
 
         def forward_mqa(
@@ -81,6 +87,7 @@ class OwnerDecode:
                 )
             query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
             result = self._exchange.attend(
+                index,
                 owner,
                 query,
                 width,

@@ -284,7 +284,7 @@ class KvppWorkerMixin:
         if decode is DecodePolicy.BROADCAST:
             return None
         owners = {
-            component.name: owner
+            component.name: (bundle.layer, owner)
             for bundle, owner in zip(placement.bundles, placement.owners, strict=True)
             for component in bundle.components
         }
@@ -296,7 +296,8 @@ class KvppWorkerMixin:
                 logger.info("kvpp.decode: auto broadcasts: %s", reason)
                 return None
             logger.info("kvpp.decode: auto attends at the owner of each layer")
-        return OwnerDecode(HeadExchange(get_tp_group()), layers, owners)
+        exchange = HeadExchange(get_tp_group(), self._kvpp_spans)
+        return OwnerDecode(exchange, layers, owners)
 
     def _kvpp_layers(self) -> dict[str, Any]:
         layers: dict[str, Any] = self.compilation_config.static_forward_context

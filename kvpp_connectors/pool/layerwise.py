@@ -8,9 +8,9 @@ the blocks are reported as invalid.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import torch
 
@@ -19,6 +19,7 @@ from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.objects import BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_connectors.pool.recorded import recorded
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
 from kvpp_core.spans import Lane, SpanRecorder
@@ -56,18 +57,14 @@ class LayerStores:
     ) -> list[Outcome]:
         """Load one layer of all blocks of ``jobs``, one outcome each."""
         objects = [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
-        began = time.monotonic_ns()
-        outcomes = self._stores[layer].load(objects)
-        self._record(Lane.LOAD, layer, began, outcomes)
-        return outcomes
+        return self._recorded(Lane.LOAD, layer, lambda: self._stores[layer].load(objects))
 
     def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
         """Save all layers of a job's blocks, then the marks of those that are whole."""
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
-            began = time.monotonic_ns()
-            outcomes = store.save(job.objects(_key_of(namespace, shard, layer)))
-            self._record(Lane.SAVE, layer, began, outcomes)
+            objects = job.objects(_key_of(namespace, shard, layer))
+            outcomes = self._recorded(Lane.SAVE, layer, partial(store.save, objects))
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
         keys = [
             namespace.commit_key(found, shard)
@@ -76,15 +73,11 @@ class LayerStores:
         ]
         next(iter(self._stores.values())).mark(keys)
 
-    def _record(self, lane: Lane, layer: LayerId, began: int, outcomes: Sequence[Outcome]) -> None:
-        if self._spans.on:
-            blocks, failed = len(outcomes), sum(not outcome.ok for outcome in outcomes)
-            name, index = ("draft", None) if layer.draft else (lane.value, layer.index)
-            nbytes = blocks * self._stores[layer].object_bytes
-            self._spans.add(
-                lane, name, began, time.monotonic_ns(), index,
-                bytes=nbytes, blocks=blocks, failed=failed,
-            )  # fmt: skip
+    def _recorded(
+        self, lane: Lane, layer: LayerId, move: Callable[[], list[Outcome]]
+    ) -> list[Outcome]:
+        name, index = ("draft", None) if layer.draft else (None, layer.index)
+        return recorded(self._spans, lane, move, self._stores[layer].object_bytes, name, index)
 
 
 class StepLoads:

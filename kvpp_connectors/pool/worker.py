@@ -21,11 +21,13 @@ from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.messages import BlockJob, PoolStep, PoolWorkerFacts
 from kvpp_connectors.pool.objects import BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_connectors.pool.recorded import recorded
 from kvpp_connectors.pool.settings import PoolFacts
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.registry import KvppFacts, offer_layer_loads
 from kvpp_connectors.tensors import single_tensors
 from kvpp_core.bundles import Component, LayerBundle
+from kvpp_core.spans import Lane
 
 __all__ = ["PoolWorker", "Ranks"]
 
@@ -102,8 +104,11 @@ class PoolWorker:
         elif self._caches is not None:
             writer = BlockStore(self._backend, self._caches, self._staging())
             self._reader = BlockStore(self._backend, self._caches, self._staging())
-            self._save_job = lambda namespace, job, copied: writer.save(
-                job.objects(self._key(namespace)), copied
+            self._save_job = lambda namespace, job, copied: recorded(
+                self._kvpp.spans,
+                Lane.SAVE,
+                lambda: writer.save(job.objects(self._key(namespace)), copied),
+                writer.object_bytes,
             )
         self._backend.wait_at_start()
         layout = self._kvpp.layout
@@ -242,9 +247,12 @@ class PoolWorker:
         self._saves.setdefault(job.request_id, []).append(_Save(copied, ended))
 
     def _load(self, namespace: Namespace, job: BlockJob) -> list[Outcome]:
-        if self._reader is None:
+        if (reader := self._reader) is None:
             return []
-        return self._reader.load(job.objects(self._key(namespace)))
+        objects = job.objects(self._key(namespace))
+        return recorded(
+            self._kvpp.spans, Lane.LOAD, lambda: reader.load(objects), reader.object_bytes
+        )
 
     def _key(self, namespace: Namespace) -> Callable[[bytes], str]:
         """The key of this rank's share of the block with a given hash."""

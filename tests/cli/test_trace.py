@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from kvpp_connectors.cli.main import app
 from kvpp_connectors.cli.trace_events import chrome_trace
-from kvpp_connectors.cli.trace_figures import PARTS, by_kind, layers, ranks
+from kvpp_connectors.cli.trace_figures import PARTS, by_kind, exchanges, layers, ranks
 from kvpp_connectors.cli.trace_picture import draw
 from kvpp_connectors.demo import children
 from kvpp_connectors.demo.traced import RankTrace, TraceResult
@@ -116,6 +117,29 @@ def test_the_figures_of_a_layer() -> None:
     )
 
 
+def at_the_owner() -> list[Recording]:
+    """Two ranks, a decode step at the owner of layer 7: rank 1, which is asked 1 ms later."""
+
+    def spans(asked: float) -> list[Span]:
+        return [
+            span(Lane.COMPUTE, "decode", 0, 20, None),
+            span(Lane.EXCHANGE, "queries", asked, 3),
+            span(Lane.EXCHANGE, "attention", 3, 3.5 + 1.5 * (asked - 1)),
+            span(Lane.EXCHANGE, "results", 3.5 + 1.5 * (asked - 1), 6),
+        ]
+
+    return [Recording([StepSpans(0, START, spans(asked))], 0) for asked in (1, 2)]
+
+
+def test_the_figures_of_a_layer_that_attends_at_its_owner() -> None:
+    assert by_kind(at_the_owner()) == {}
+    (figures,) = exchanges(by_kind(at_the_owner(), Lane.EXCHANGE)["decode"])
+    assert (figures.layer, figures.owner) == (7, 1)
+    assert (figures.queries, figures.attention, figures.results, figures.whole) == pytest.approx(
+        (0.002, 0.002, 0.001, 0.005)
+    )
+
+
 def test_steps_that_some_rank_has_dropped_do_not_count() -> None:
     ours, theirs = recordings()
     assert by_kind([ours, Recording(theirs.steps[:1], 9)]) == {}
@@ -171,12 +195,21 @@ def test_a_failed_engine_shows_the_end_of_its_log(
     assert not (tmp_path / "out.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("recorded", "table", "kept"),
+    [
+        (recordings, "prefill that loads: medians of 1 steps, ms", "2 of 2"),
+        (at_the_owner, "decode, at the owner: medians of 1 steps, ms", "1 of 1"),
+    ],
+)
 def test_a_run_prints_tables_and_writes_its_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: Callable[[], list[Recording]],
+    table: str,
+    kept: str,
 ) -> None:
-    result = TraceResult(
-        ranks=[RankTrace(recording=r, layer_wait_seconds={}) for r in recordings()]
-    )
+    result = TraceResult(ranks=[RankTrace(recording=r, layer_wait_seconds={}) for r in recorded()])
 
     def engine(_: str, arguments: list[str], **__: object) -> None:
         Path(arguments[1]).write_text(result.model_dump_json())
@@ -187,5 +220,5 @@ def test_a_run_prints_tables_and_writes_its_files(
     assert ran.exit_code == 0, ran.output
     check_events(json.loads(out.read_text()), ranks=2)
     assert picture.read_text().startswith("<svg")
-    assert "prefill that loads: medians of 1 steps, ms" in ran.output
-    assert "2 of 2 steps kept, 0 spans dropped" in ran.output
+    assert table in ran.output
+    assert f"{kept} steps kept, 0 spans dropped" in ran.output

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
 from kvpp_core.exchange import HeadExchange
+from kvpp_core.spans import SpanRecorder
 from tests.core.gloo_world import GlooWorld, Rank
 
 RANKS, TOKENS, HEADS, SIZE, WIDTH = 4, 5, 2, 7, 4
@@ -39,19 +42,28 @@ def attention(query: torch.Tensor) -> torch.Tensor:
 
 
 def attend_everywhere(rank: Rank) -> None:
-    exchange = HeadExchange(GlooHeads())
+    spans = SpanRecorder()
+    spans.start(1)
+    spans.begin_step(0)
+    exchange = HeadExchange(GlooHeads(), spans)
     query, asked = query_of(rank.rank), []
 
     def at_owner(whole: torch.Tensor) -> torch.Tensor:
         asked.append(whole.shape)
         return attention(whole)
 
-    for owner in range(RANKS):
-        result = exchange.attend(owner, query, WIDTH, at_owner)
+    for layer, owner in enumerate(range(RANKS)):
+        result = exchange.attend(layer, owner, query, WIDTH, at_owner)
         assert torch.equal(result, attention(query))
     assert asked == [(TOKENS, RANKS * HEADS, SIZE)]  # for the one layer that this rank owns
     moved = RANKS * TOKENS * HEADS * (SIZE + WIDTH) * 4
     assert exchange.bytes == RANKS * (RANKS - 1) * moved
+    found = spans.take().steps[0].spans
+    assert [(span.layer, span.name) for span in found] == [
+        (layer, name) for layer in range(RANKS) for name in ("queries", "attention", "results")
+    ]
+    assert sum(int(span.facts["bytes"]) for span in found) == exchange.bytes
+    assert all(one.end == two.begin for one, two in pairwise(found) if one.layer == two.layer)
     rank.barrier()
 
 

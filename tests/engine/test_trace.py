@@ -6,12 +6,12 @@ Two ranks, layer by layer over a real Mooncake store.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.cli.trace import by_layers
+from kvpp_connectors.cli.trace import patient
 from kvpp_connectors.cli.trace_events import chrome_trace
 from kvpp_connectors.cli.trace_figures import TracedStep, by_kind
 from kvpp_connectors.demo.pool import serving_pool
@@ -33,15 +33,16 @@ def record(job: TraceJob) -> TraceResult:
         return run(job)
 
 
-@pytest.fixture(scope="module")
-def result(
-    checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TraceResult]:
-    with serving_pool(tmp_path_factory.mktemp("trace"), 256 << 20) as pool:
+def recorded(
+    model: Path, folder: Path, *, broadcast: str, decode: str, layerwise: bool
+) -> TraceResult:
+    """Prompts that are saved into a pool of its own, and come again from there."""
+    with serving_pool(folder, 256 << 20) as pool:
         job = TraceJob(
-            model=str(checkpoint(LAYERS)),
-            broadcast="packed",
-            transfer=by_layers(pool.transfer_config()),
+            model=str(model),
+            broadcast=broadcast,
+            decode=decode,
+            transfer=patient(pool.transfer_config(), layerwise=layerwise),
             prompts=PROMPTS,
             prompt_tokens=TOKENS,
             chunk=CHUNK,
@@ -50,7 +51,18 @@ def result(
             kv_cache_memory_bytes=64 << 20,
             kept_steps=64,
         )
-        yield call_apart(record, job)
+        found: TraceResult = call_apart(record, job)
+        return found
+
+
+@pytest.fixture(scope="module")
+def result(
+    checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> TraceResult:
+    folder = tmp_path_factory.mktemp("trace")
+    return recorded(
+        checkpoint(LAYERS), folder, broadcast="packed", decode="broadcast", layerwise=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +148,43 @@ def test_every_layer_of_every_block_is_saved_by_its_owner(result: TraceResult) -
                 if span.lane is Lane.SAVE and span.layer is not None:
                     saved[span.layer] += int(span.facts["blocks"])
         assert saved == dict.fromkeys(saved, PROMPTS * HELD)
+
+
+@pytest.fixture(scope="module")
+def at_owner(
+    checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> TraceResult:
+    folder = tmp_path_factory.mktemp("owner")
+    return recorded(checkpoint(LAYERS), folder, broadcast="auto", decode="owner", layerwise=False)
+
+
+def test_decode_at_the_owner_is_recorded_by_layer(at_owner: TraceResult) -> None:
+    """Four heads of a query (latent and rotary key) go there, four results (latent) come back."""
+    recordings = [rank.recording for rank in at_owner.ranks]
+    assert "decode" not in by_kind(recordings)
+    steps = by_kind(recordings, Lane.EXCHANGE)["decode"]
+    assert len(steps) == 2 * PROMPTS * (ANSWER - 1)
+    check_events(json.loads(json.dumps(chrome_trace(recordings))), RANKS)
+    for step in steps:
+        for rank in range(RANKS):
+            spans = step.find(rank, Lane.EXCHANGE)
+            assert [(span.layer, span.name) for span in spans] == [
+                (layer, name)
+                for layer in range(LAYERS)
+                for name in ("queries", "attention", "results")
+            ]
+            assert {span.facts["owner"] for span in spans[: len(spans) // 2]} == {0}
+            assert sum(int(s.facts["bytes"]) for s in spans) == LAYERS * 4 * (576 + 512) * 4
+
+
+@pytest.mark.parametrize("lane", [Lane.SAVE, Lane.LOAD])
+def test_whole_blocks_of_a_pool_are_recorded_on_every_owner(
+    at_owner: TraceResult, lane: Lane
+) -> None:
+    for rank in at_owner.ranks:
+        found = [s for step in rank.recording.steps for s in step.spans if s.lane is lane]
+        assert {span.layer for span in found} == {None}
+        assert sum(int(span.facts["blocks"]) for span in found) == PROMPTS * HELD
+        payload = PROMPTS * HELD * LAYERS // RANKS * BLOCK_BYTES
+        assert payload < sum(int(span.facts["bytes"]) for span in found) < payload * 1.01
+        assert sum(int(span.facts["failed"]) for span in found) == 0
