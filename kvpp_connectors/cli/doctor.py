@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpp_connectors.cli.bench.machine import mooncakes, version_of
-from kvpp_connectors.cli.gloo_ranks import broadcast_costs, run_ranks
+from kvpp_connectors.cli.gloo_ranks import RanksFailed, broadcast_costs, run_ranks
 from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
@@ -62,7 +62,7 @@ def examine() -> Iterator[Finding]:
     yield from _packages()
     yield from _libraries()
     yield from _vllm()
-    yield Finding("a broadcast among 2 ranks, gloo", run_ranks(2, broadcast_costs))
+    yield _broadcast()
 
 
 def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
@@ -88,6 +88,20 @@ def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
     for region in found.regions:
         words = f"{region.num_blocks:,} blocks of {region.block_bytes:,} bytes"
         yield Finding(f"  {region.name}", words)
+
+
+def _broadcast() -> Finding:
+    what = "a broadcast among 2 ranks, gloo"
+    try:
+        return Finding(what, run_ranks(2, broadcast_costs))
+    except RanksFailed as error:
+        return Finding(
+            what,
+            str(error),
+            False,
+            "processes of this machine must reach one another: see that GLOO_SOCKET_IFNAME names "
+            "an interface of it and that its host name resolves to an address of it",
+        )
 
 
 def _packages() -> Iterator[Finding]:

@@ -11,21 +11,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpp_core.group import KvppGroup
 
-__all__ = ["TIMEOUT_S", "broadcast_costs", "run_ranks"]
+__all__ = ["TIMEOUT_S", "RanksFailed", "broadcast_costs", "run_ranks"]
 
 TIMEOUT_S = 60.0  # of each collective
+
+
+class RanksFailed(Exception):
+    """A rank ended with an error. The message is the error's last line."""
 
 
 def run_ranks(ranks: int, function: Callable[..., object], *arguments: object) -> Any:
     """Call ``function(group, *arguments)`` on every rank; what rank 0 returned, through JSON.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: a rank failed.
+        RanksFailed: a rank failed.
     """
-    from torch.multiprocessing.spawn import spawn
+    from torch.multiprocessing.spawn import ProcessException, spawn
 
     with tempfile.TemporaryDirectory(prefix="kvpp-ranks-") as folder:
-        spawn(_rank_main, (ranks, folder, function, arguments), nprocs=ranks)
+        try:
+            spawn(_rank_main, (ranks, folder, function, arguments), nprocs=ranks)
+        except ProcessException as error:
+            last = str(error).strip().splitlines()[-1]
+            raise RanksFailed(f"rank {error.error_index} of {ranks}: {last}") from error
         return json.loads((Path(folder) / "result").read_text())
 
 

@@ -172,6 +172,12 @@ def test_the_doctor_judges_the_rotary_embedding_with_the_profile_only() -> None:
     assert bool(without.remedy) == (without.found != "right on strided inputs")
 
 
+def test_the_doctor_says_why_ranks_do_not_reach_one_another() -> None:
+    result = CliRunner().invoke(app, ["doctor"], env=WIDE | {"GLOO_SOCKET_IFNAME": "nosuch0"})
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "nosuch0" in result.output and "GLOO_SOCKET_IFNAME names" in result.output
+
+
 def test_the_doctor_fails_where_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpp_connectors.engine import hooks
 
