@@ -25,7 +25,7 @@ from kvpp_connectors.cli.bench.base import (
     whole_numbers,
 )
 from kvpp_connectors.cli.bench.turns import Spread, in_turns, medians, ratio, spread
-from kvpp_connectors.cli.gloo_ranks import TIMEOUT_S, run_ranks
+from kvpp_connectors.cli.gloo_ranks import TIMEOUT_S, RanksFailed, run_ranks
 from kvpp_connectors.config import KvppOptions
 
 if TYPE_CHECKING:
@@ -128,7 +128,11 @@ def bench_broadcast(
 
 def _measure(ranks: int, sizes: list[int], block_kib: int, repeats: int) -> BroadcastFigures:
     with Console(stderr=True).status(f"{ranks} ranks, layers of {sizes} MiB"):
-        measured = run_ranks(ranks, _time_all, sizes, block_kib << 10, repeats)
+        try:
+            measured = run_ranks(ranks, _time_all, sizes, block_kib << 10, repeats)
+        except RanksFailed as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
     rows = {"ranks": ranks, "block_kib": block_kib, **measured}
     return TypeAdapter(BroadcastFigures).validate_python(rows)
 
