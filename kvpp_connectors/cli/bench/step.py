@@ -120,7 +120,7 @@ class StepFigures(Figures):
 def bench_step(
     contexts: Annotated[
         str, typer.Option(help="Tokens of history, separated by commas.")
-    ] = "1024,4096,8192",
+    ] = "2048,8192",
     repeats: Annotated[int, typer.Option(min=3, help="Requests per figure.")] = 5,
     as_json: AsJson = False,
     as_markdown: AsMarkdown = False,
