@@ -20,7 +20,7 @@ from kvpp_connectors.demo.report import Row, table
 from kvpp_connectors.demo.servers import Fleet, fleet, is_healthy
 from kvpp_connectors.demo.settings import Settings
 from kvpp_connectors.demo.traffic import Outcome, Question, Traffic, make_prompts
-from kvpp_connectors.demo.workload import read_counters, read_pool_bytes, wait_idle
+from kvpp_connectors.demo.workload import read_counters, read_pool_bytes, wait_idle, warm_up
 
 __all__ = ["KV_MIB", "soak"]
 
@@ -108,6 +108,7 @@ class Soak:
 
     async def go(self, minutes: float, clients: int) -> None:
         """One round after the other until the time is up."""
+        await self._warm_up()
         until = time.monotonic() + minutes * 60
         for number, disturbance in enumerate(cycle(PLAN)):
             if number >= _LEAST and time.monotonic() >= until:
@@ -148,7 +149,13 @@ class Soak:
                 await self._servers.restart(what.server, kill=what.how == "killed")
                 self._ledgers[what.server].restarted()
                 self._before[what.server].clear()
+                if what.server == "prefill":
+                    await self._warm_up()
         self._done[str(what)] += 1
+
+    async def _warm_up(self) -> None:
+        """Prefill's steps are of many sizes, each of which makes it grow once; decode's of few."""
+        await warm_up(self._servers.prefill, self._settings.max_num_batched_tokens)
 
     async def _quiet(self) -> None:
         """Nothing is asked: what do the servers hold, and what have they done?"""

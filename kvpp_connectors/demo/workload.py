@@ -23,11 +23,13 @@ __all__ = [
     "read_samples",
     "send_wave",
     "wait_idle",
+    "warm_up",
 ]
 
 _ANSWER_S = 300.0  # for a whole answer on a busy machine
 _IDLE_S = 60.0  # for blocks to be given back
 _PROBE_S = 0.25
+_SHORT = 15  # tokens: less than a block
 _USAGE = "vllm:kv_cache_usage_perc"
 
 
@@ -48,6 +50,27 @@ async def send_wave(url: str, prompts: Sequence[list[int]], max_tokens: int) -> 
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(url, timeout=timeout) as session:
         return await asyncio.gather(*(ask(session, prompt, max_tokens) for prompt in prompts))
+
+
+async def warm_up(url: str, most: int) -> None:
+    """Have an engine compute steps of 2 to ``most`` tokens, as far as it takes prompts together.
+
+    oneDNN keeps a kernel for each matrix product of each number of tokens: until it has seen them
+    all, a rank of any vLLM engine on CPU grows, by some 300 MB. The prompts are too short to fill a
+    block, so that nothing is cached, saved or loaded.
+
+    Raises:
+        ChildFailed: a request was refused.
+    """
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        for tokens in range(2, most + 1):
+            lengths = [_SHORT] * (tokens // _SHORT) + [tokens % _SHORT]
+            prompts = [[1] * length for length in lengths if length]
+            body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
+            async with session.post("/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    raise ChildFailed(f"a warm-up: HTTP {answer.status}: {await answer.text()}")
 
 
 async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> Answer:
