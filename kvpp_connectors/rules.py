@@ -7,8 +7,9 @@ broken rules at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvpp_connectors.config import nearest
 from kvpp_connectors.launch import Connector, Launch
@@ -90,8 +91,15 @@ def _count(launch: Launch, name: str) -> int:
 
 def _foreign_protocols(launch: Launch) -> list[str]:
     """What connectors ask for besides the protocol of NPUs."""
-    asked = [str(connector.extra.get("protocol", "ascend")) for connector in launch.connectors]
-    return [protocol for protocol in asked if protocol != "ascend"]
+    given = [part for connector in launch.connectors for part in _transports(connector.extra)]
+    return [str(part["protocol"]) for part in given if part.get("protocol", "ascend") != "ascend"]
+
+
+def _transports(extra: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Where a connector's options may name Mooncake's transport: P/D's, and a pool's."""
+    yield extra
+    if isinstance(pool := extra.get("mooncake"), Mapping):
+        yield pool
 
 
 def _captures(launch: Launch) -> bool:
@@ -297,7 +305,7 @@ LAUNCH_RULES = (
         broken=lambda launch: launch.device_type == "npu" and bool(_foreign_protocols(launch)),
         value=lambda launch: ", ".join(_foreign_protocols(launch)),
         reason="Mooncake reaches the memory of NPUs by its protocol ascend only.",
-        remedy='Leave it out, or write "ascend".',
+        remedy='Leave it out, or write "ascend"; of a pool it is mooncake.protocol.',
     ),
     LaunchRule(
         name="one-pd-child",

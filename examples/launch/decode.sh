@@ -4,5 +4,6 @@
 set -euo pipefail
 exec vllm serve "${MODEL:-deepseek-ai/DeepSeek-V2-Lite}" \
     --port 8200 \
-    --kv-transfer-config '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010}' \
+    --kv-transfer-config '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010,
+    "kv_load_failure_policy": "recompute"}' \
     "$@"

@@ -9,7 +9,7 @@ exec vllm serve "${MODEL:-deepseek-ai/DeepSeek-V2-Lite}" \
     --compilation-config '{"cudagraph_mode": "PIECEWISE"}' \
     --additional-config '{"enable_kvpp": true}' \
     --kv-transfer-config '{
-    "kv_connector": "MultiConnector", "kv_role": "kv_producer",
+    "kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"connectors": [
       {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer", "kv_port": 37000},
       {"kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",

@@ -8,6 +8,6 @@ exec vllm serve "${MODEL:-deepseek-ai/DeepSeek-V2-Lite}" \
     --compilation-config '{"cudagraph_mode": "PIECEWISE"}' \
     --additional-config '{"enable_kvpp": true}' \
     --kv-transfer-config '{
-    "kv_connector": "AscendStoreConnector", "kv_role": "kv_producer",
+    "kv_connector": "AscendStoreConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"backend": "memcache", "use_layerwise": false, "load_async": true}}' \
     "$@"

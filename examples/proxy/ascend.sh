@@ -30,7 +30,8 @@ decode)
     MODEL=$1; shift
     exec vllm serve "$MODEL" --host "$HOST" --port 8200 --tensor-parallel-size "$TP" \
         --kv-transfer-config \
-        '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010}' "$@"
+        '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010,
+  "kv_load_failure_policy": "recompute"}' "$@"
     ;;
 proxy)
     PREFILL=$1; DECODE=$2; shift 2

@@ -68,7 +68,8 @@ engine prefill "$PREFILL_PORT" --tensor-parallel-size 2 \
 engine decode "$DECODE_PORT" \
     --additional-config '{"kvpp": {"cpu_profile": true}}' \
     --kv-transfer-config \
-    '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010}' "$@"
+    '{"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 37010,
+  "kv_load_failure_policy": "recompute"}' "$@"
 await prefill "$PREFILL_PORT" "${pids[0]}"
 await decode "$DECODE_PORT" "${pids[1]}"
 

@@ -329,6 +329,18 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("device", "protocol", "refused"), [("npu", "tcp", 1), ("npu", "ascend", 0), ("cpu", "tcp", 0)]
+)
+def test_a_pool_names_its_transport_in_another_place(
+    device: str, protocol: str, refused: int
+) -> None:
+    """As `kvpp pool up` prints it: an engine on NPUs could not use that."""
+    named = connector(POOL, mooncake={"protocol": protocol})
+    told = check(Launch(device_type=device, connector=named))
+    assert [problem.rule for problem in told] == ["ascend-transport"] * refused
+
+
 @settings(deadline=None)
 @given(broken=st.sets(st.sampled_from(sorted(_CHANGES))), child=st.sampled_from(sorted(CASES)))
 def test_all_broken_rules_are_told_at_once_refusals_first(broken: set[str], child: str) -> None:
