@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from kvpp_connectors.pool.backends.base import Backend, Outcome, Result
+from kvpp_connectors.pool.backends.base import Backend, Outcome
+from kvpp_connectors.pool.background import NOT_RUN, tell_of_error
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.objects import BlockStore, Staging
@@ -25,8 +26,6 @@ from kvpp_core.errors import LoadFailed
 from kvpp_core.spans import Lane, SpanRecorder
 
 __all__ = ["LayerStores", "StepLoads"]
-
-_NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
 
 
 class LayerStores:
@@ -90,6 +89,7 @@ class StepLoads:
         self._order: list[int] = []  # all target layers of the stage, as the model runs them
         self._jobs: list[BlockJob] = []
         self._namespace: Namespace | None = None
+        self._ready: torch.Event | None = None
         self._fences: dict[int, Future[None]] = {}
         self._waiting: list[int] = []  # layers of this rank that are not submitted yet
         self._invalid_blocks: set[int] = set()
@@ -98,14 +98,19 @@ class StepLoads:
         """The target layers of this rank's stage."""
         self._order = sorted(layers)
 
-    def start(self, namespace: Namespace, jobs: list[BlockJob]) -> None:
-        """Load this step's blocks: drafts now, target layers as the model reaches them."""
+    def start(
+        self, namespace: Namespace, jobs: list[BlockJob], ready: torch.Event | None = None
+    ) -> None:
+        """Load this step's blocks: drafts now, target layers as the model reaches them.
+
+        Nothing is written before ``ready``.
+        """
         self.settle()
-        self._namespace, self._jobs = namespace, jobs
+        self._namespace, self._jobs, self._ready = namespace, jobs, ready
         layers = self._stores.layers if self._stores is not None and jobs else ()
         for layer in layers:
             if layer.draft:
-                self._thread.submit(self._load, layer, Future()).result()
+                wait([self._begin(layer, Future())])
         self._waiting = [layer.index for layer in layers if not layer.draft]
         self._fences = {layer: Future() for layer in self._waiting}
         self._submit(self._order[0] if self._order else 0)
@@ -120,9 +125,13 @@ class StepLoads:
             self._submit(layer)
 
     def failed(self, layer: int) -> None:
-        """See LayerLoads. A load that has ended has named its own blocks."""
+        """See LayerLoads.
+
+        A load that failed has named its own blocks. One that ended well after it was given up came
+        too late for the broadcast, like one that has not ended.
+        """
         fence = self._fences.get(layer)
-        if fence is not None and not fence.done():
+        if fence is not None and (not fence.done() or fence.exception() is None):
             self._invalid_blocks |= {block for job in self._jobs for block in job.blocks}
 
     def settle(self) -> None:
@@ -149,14 +158,23 @@ class StepLoads:
         until = self._order[min(position + self._prefetch, len(self._order) - 1)]
         while self._waiting and self._waiting[0] <= until:
             layer = self._waiting.pop(0)
-            self._thread.submit(self._load, LayerId(False, layer), self._fences[layer])
+            self._begin(LayerId(False, layer), self._fences[layer])
+
+    def _begin(self, layer: LayerId, fence: Future[None]) -> Future[None]:
+        return tell_of_error(
+            self._thread.submit(self._load, layer, fence),
+            f"the load of {layer.tag} from the pool ended with an error; its blocks are invalid",
+        )
 
     def _load(self, layer: LayerId, fence: Future[None]) -> None:
-        """On the thread: load a layer, name the blocks that did not come, complete its fence."""
+        """On the thread, once nothing computes any more in what was freed before this step: load a
+        layer, name the blocks that did not come, complete its fence."""
         assert self._stores is not None and self._namespace is not None
         blocks = [block for job in self._jobs for block in job.blocks]
-        outcomes = [_NOT_RUN] * len(blocks)
+        outcomes = [NOT_RUN] * len(blocks)
         try:
+            if self._ready is not None:
+                self._ready.synchronize()
             outcomes = self._stores.load(self._namespace, self._shard, layer, self._jobs)
         finally:
             bad = [(b, o) for b, o in zip(blocks, outcomes, strict=True) if not o.ok]

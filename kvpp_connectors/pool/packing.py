@@ -111,8 +111,18 @@ class CacheBlocks:
         self.num_blocks = counts.pop() if counts else 0
         self.device = self._rows[0][1].device if self._rows else torch.device("cpu")
 
+    def given(self) -> torch.Event | None:
+        """Behind everything that the accelerator was given until now; None: there is none."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.Event(self.device)
+        event.record()
+        return event
+
     def gather(self, blocks: Sequence[int], staged: torch.Tensor) -> None:
         """Copy blocks into ``staged``: uint8 (len(blocks), payload bytes), rows may be strided.
+
+        They are there when this returns.
 
         Raises:
             KvppError: a block or the shape of ``staged`` is out of range.
@@ -124,9 +134,11 @@ class CacheBlocks:
                 torch.index_select(rows, 0, ids, out=place)
             else:
                 place.copy_(rows.index_select(0, ids))
+        self._settle()
 
     def scatter(self, staged: torch.Tensor, blocks: Sequence[int]) -> None:
-        """Copy ``staged``, as of ``gather``, into blocks, each named once.
+        """Copy ``staged``, as of ``gather``, into blocks, each named once. They are there when this
+        returns.
 
         Raises:
             KvppError: a block or the shape of ``staged`` is out of range.
@@ -140,6 +152,7 @@ class CacheBlocks:
                 rows.numpy()[ids.numpy()] = place.numpy()  # torch scatters bytes 20 times slower
             else:
                 rows.index_copy_(0, ids, place.to(rows.device))
+        self._settle()
 
     def pieces(self, block: int) -> Buffer:
         """Where a block lies in memory: one piece for each component, in payload order.
@@ -157,6 +170,11 @@ class CacheBlocks:
         """(address, bytes) of the memory under the caches, once each, to register it."""
         found = (rows.untyped_storage() for _, rows in self._rows)
         return tuple(dict.fromkeys((s.data_ptr(), s.nbytes()) for s in found))
+
+    def _settle(self) -> None:
+        """What is sent or broadcast next is read by others than this thread's stream."""
+        if (copied := self.given()) is not None:
+            copied.synchronize()
 
     def _checked(self, blocks: Sequence[int], staged: torch.Tensor) -> torch.Tensor:
         expected = (len(blocks), self.inventory.payload_bytes)

@@ -6,7 +6,7 @@ else before its save has read it. Loads run on another thread, or before the ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.base import Outcome
+from kvpp_connectors.pool.background import NOT_RUN, tell_of_error
 from kvpp_connectors.pool.guard import GuardedBackend
 from kvpp_connectors.pool.keys import Namespace, Shard
 from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
@@ -129,17 +130,22 @@ class PoolWorker:
             return
         for job in step.saves:
             self._submit_save(step.namespace, job)
+        ready = self._given() if step.loads else None
         if self._layers is not None:
-            self._layers.start(step.namespace, step.loads)
+            self._layers.start(step.namespace, step.loads, ready)
             if self._kvpp.layout is None:
                 self._layers.settle()  # no broadcast waits for them
             return
         for job in step.loads:
+            outcomes = tell_of_error(
+                self._loading.submit(self._load, step.namespace, job, ready),
+                f"request {job.request_id}: a load from the pool ended with an error",
+            )
+            load = _Load(job, outcomes)
             if self._facts.options.load_async:
-                outcomes = self._loading.submit(self._load, step.namespace, job)
-                self._loads.append(_Load(job, outcomes))
+                self._loads.append(load)
             else:
-                self._note_load(job, self._load(step.namespace, job))
+                self._note_load(load)
 
     def release(self, preempted: Collection[str]) -> None:
         """Return when no save reads a block of these requests any more."""
@@ -169,7 +175,7 @@ class PoolWorker:
         for load in [load for load in self._loads if load.outcomes.done()]:
             self._loads.remove(load)
             received.add(load.job.request_id)
-            if self._note_load(load.job, load.outcomes.result()):
+            if self._note_load(load):
                 failed.add(load.job.request_id)
         return sent, received, failed
 
@@ -230,7 +236,7 @@ class PoolWorker:
         job, save_job = self._share(job), self._save_job
         if save_job is None or not job.blocks:
             return
-        ready = _recorded(self._caches)
+        ready = self._given()
         copied: Future[None] = Future()
 
         def save() -> None:
@@ -242,13 +248,23 @@ class PoolWorker:
                 if not copied.done():
                     copied.set_result(None)
 
-        ended = self._saving.submit(save)
-        ended.add_done_callback(_tell_of_error)
+        ended = tell_of_error(
+            self._saving.submit(save),
+            "a save into the pool ended with an error; its blocks are not in it",
+        )
         self._saves.setdefault(job.request_id, []).append(_Save(copied, ended))
 
-    def _load(self, namespace: Namespace, job: BlockJob) -> list[Outcome]:
+    def _given(self) -> torch.Event | None:
+        """Behind what the accelerator was given until now: it may use blocks that were freed."""
+        return None if self._caches is None else self._caches.given()
+
+    def _load(
+        self, namespace: Namespace, job: BlockJob, ready: torch.Event | None
+    ) -> list[Outcome]:
         if (reader := self._reader) is None:
             return []
+        if ready is not None:
+            ready.synchronize()
         objects = job.objects(self._key(namespace))
         return recorded(
             self._kvpp.spans, Lane.LOAD, lambda: reader.load(objects), reader.object_bytes
@@ -272,8 +288,10 @@ class PoolWorker:
     def _is_saved(self, name: str) -> bool:
         return all(save.ended.done() for save in self._saves.get(name, ()))
 
-    def _note_load(self, job: BlockJob, outcomes: Sequence[Outcome]) -> bool:
-        """Remember blocks that were not loaded; whether there are any."""
+    def _note_load(self, load: _Load) -> bool:
+        """Wait for its end, and remember blocks that were not loaded; whether there are any."""
+        job, error = load.job, load.outcomes.exception()
+        outcomes = load.outcomes.result() if error is None else [NOT_RUN] * len(job.blocks)
         bad = [
             block for block, outcome in zip(job.blocks, outcomes, strict=False) if not outcome.ok
         ]
@@ -288,18 +306,3 @@ class PoolWorker:
                 first,
             )
         return bool(bad)
-
-
-def _recorded(caches: CacheBlocks | None) -> torch.Event | None:
-    """An event behind everything that was given to the accelerator until now."""
-    if caches is None or caches.device.type == "cpu":
-        return None
-    event = torch.Event(caches.device)
-    event.record()
-    return event
-
-
-def _tell_of_error(save: Future[None]) -> None:
-    if not save.cancelled() and (error := save.exception()) is not None:
-        logger.error("a save into the pool ended with an error; its blocks are not in it",
-                     exc_info=error)  # fmt: skip

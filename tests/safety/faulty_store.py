@@ -11,7 +11,7 @@ from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome, Result
 
 __all__ = ["Fault", "FaultyStore", "Move", "What"]
 
-What = Literal["hold", "fail", "drop", "twice", "reverse"]
+What = Literal["hold", "fail", "raise", "drop", "twice", "reverse"]
 Move = Literal["put", "get"]
 _PATIENCE = 30.0  # seconds
 
@@ -23,8 +23,9 @@ class Fault:
     """What happens to calls that move a key with ``part`` in it.
 
     ``hold``: the call waits until `open`. ``fail``: those keys are not moved, and that is said.
-    ``drop``: they are not moved, and the store says that they were. ``twice``: the call is made
-    twice. ``reverse``: its keys are moved last to first.
+    ``raise``: the call ends with an error that no backend should raise. ``drop``: they are not
+    moved, and the store says that they were. ``twice``: the call is made twice. ``reverse``: its
+    keys are moved last to first.
     """
 
     what: What
@@ -85,6 +86,8 @@ def _with(fault: Fault, call: _Call) -> _Call:
         if fault.what == "hold":
             assert fault.opened.wait(_PATIENCE)
             return call(keys, buffers)
+        if fault.what == "raise":
+            raise ArithmeticError("injected")
         if fault.what == "twice":
             call(keys, buffers)
             return call(keys, buffers)

@@ -183,7 +183,7 @@ MUTATIONS = [
     Mutation(
         "S5", "a step starts before its draft layers are loaded",
         "kvpp_connectors/pool/layerwise.py",
-        "Future()).result()", "Future())",
+        "wait([self._begin(layer, Future())])", "self._begin(layer, Future())",
         f"{S05}::test_a_step_starts_when_its_draft_layers_are_loaded",
     ),
     Mutation(

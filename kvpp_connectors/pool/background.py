@@ -1,0 +1,28 @@
+"""What runs beside the model: nothing that ends with an error does so in silence."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.backends.base import Outcome, Result
+
+__all__ = ["NOT_RUN", "tell_of_error"]
+
+logger = get_logger(__name__)
+
+NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
+
+Work = TypeVar("Work", bound=Future[Any])
+
+
+def tell_of_error(work: Work, consequence: str) -> Work:
+    """Log ``work``'s error once it ends with one; ``work`` itself."""
+
+    def tell(ended: Future[Any]) -> None:
+        if not ended.cancelled() and (error := ended.exception()) is not None:
+            logger.error("%s", consequence, exc_info=error)
+
+    work.add_done_callback(tell)
+    return work
