@@ -64,7 +64,7 @@ class PoolOptions(BaseModel):
         default=0.5, gt=0, le=60, description="bound of one request's lookup"
     )
     lookup_wait_s: float = Field(
-        default=0.005, ge=0, le=1, description="how long one step waits for a lookup at most"
+        default=0.005, ge=0, le=1, description="how long one step waits for its lookups at most"
     )
     staging_bytes: int = Field(
         default=64 << 20,

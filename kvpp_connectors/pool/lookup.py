@@ -18,6 +18,7 @@ from kvpp_connectors.pool.stats import PoolStats
 __all__ = ["Hit", "Lookup"]
 
 _JOIN_S = 15.0
+_FRESH_S = 2.0  # a hit is believed: stores hold what was found for 5 s or more
 _LEAST_SHARE = 64  # keys that each request may ask at least in one round
 
 Blocks = Sequence[Sequence[str]]
@@ -40,6 +41,7 @@ class _Job:
     deadline: float
     cursor: int = 0  # blocks [0, cursor) are known to be there
     hit: Hit | None = None
+    answered: float = 0.0  # when the hit was found
     started: float = field(default_factory=time.monotonic)
 
     def slice(self, keys: int) -> _Fixed:
@@ -84,13 +86,14 @@ class Lookup:
         """The hit of a request, or None: not known yet, ask again in a later step.
 
         Args:
-            request_id: of the request; the answer is kept until ``forget``.
+            request_id: of the request; the answer is kept until ``forget``, or until it is 2 s old:
+                a request may wait for blocks much longer than the store keeps what it has.
             blocks: the keys that each block needs, in order; other keys than before ask anew.
             wait_s: how long to wait here at most.
         """
         with self._changed:
             job = self._jobs.get(request_id)
-            if job is None or not _same(job.blocks, blocks):
+            if job is None or self._is_old(job) or not _same(job.blocks, blocks):
                 job = self._submit(request_id, blocks)
             if job.hit is None:
                 patience = min(wait_s, job.deadline - self._clock())
@@ -141,6 +144,10 @@ class Lookup:
             self._end(job, at_once or None)
         self._changed.notify_all()
         return job
+
+    def _is_old(self, job: _Job) -> bool:
+        found = job.hit is not None and job.hit.blocks > 0
+        return found and self._clock() - job.answered > _FRESH_S
 
     def _known_end(self, blocks: _Fixed) -> str | None:
         """Why nothing needs to be asked ("": nothing to ask for), or None."""
@@ -211,7 +218,7 @@ class Lookup:
             self._changed.notify_all()
 
     def _end(self, job: _Job, shortened_by: str | None) -> None:
-        job.hit = Hit(job.cursor, shortened_by)
+        job.hit, job.answered = Hit(job.cursor, shortened_by), self._clock()
         self._stats.add("lookup_blocks_asked", len(job.blocks))
         self._stats.add("lookup_blocks_hit", job.cursor)
         self._stats.add("lookup_us", int((time.monotonic() - job.started) * 1e6))

@@ -5,6 +5,7 @@ It never waits for the store: lookups run on a thread of their own and have a de
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class PoolScheduler:
         self._saves: list[BlockJob] = []
         self._ended: list[str] = []
         self._step = 0
+        self._patience = facts.options.lookup_wait_s  # left in this step, for all its lookups
 
     def use(self, namespace: Namespace) -> None:
         """The names of this engine's objects are known."""
@@ -56,7 +58,9 @@ class PoolScheduler:
         keys = self._keys_beyond(request, computed)
         if not keys:
             return 0
-        hit = self._lookup.ask(request.request_id, keys, self._facts.options.lookup_wait_s)
+        began = time.monotonic()
+        hit = self._lookup.ask(request.request_id, keys, self._patience)
+        self._patience = max(0.0, self._patience - (time.monotonic() - began))
         if hit is None:
             return None
         first = computed // self._facts.block_size
@@ -96,6 +100,7 @@ class PoolScheduler:
             self._saves += self._due()
         step.spoilt = self._spoilt.read_in(output)
         self._step += 1
+        self._patience = self._facts.options.lookup_wait_s
         step.loads, self._loads = self._loads, []
         step.saves, self._saves = self._saves, []
         step.ended, self._ended = self._ended, []

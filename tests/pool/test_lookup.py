@@ -204,3 +204,24 @@ def test_a_refusal_by_the_breaker_is_an_answer_at_once(stats: PoolStats) -> None
     lookup = Lookup(refuse, stats, deadline_s=WAIT_S)
     assert lookup.ask("r", blocks("p", 2), WAIT_S) == Hit(0, "the pool is left alone for now")
     lookup.close()
+
+
+def test_a_hit_is_asked_for_anew_once_it_may_have_been_evicted(
+    backend: ScriptedBackend, stats: PoolStats
+) -> None:
+    """A request may wait for blocks for minutes; the store keeps what was found for seconds."""
+    now = [100.0]
+    opened = Lookup(backend.exist, stats, deadline_s=WAIT_S, clock=lambda: now[0])
+    try:
+        backend.keys = keys("a", 3)
+        assert opened.ask("r", blocks("a", 3), WAIT_S) == Hit(3)
+        backend.keys = set()
+        now[0] += 1.9
+        assert opened.ask("r", blocks("a", 3)) == Hit(3)
+        now[0] += 0.2
+        hit = opened.ask("r", blocks("a", 3), WAIT_S)
+        assert hit is not None and hit.blocks == 0
+        now[0] += 60
+        assert opened.ask("r", blocks("a", 3)) == hit  # a miss stays one
+    finally:
+        opened.close()

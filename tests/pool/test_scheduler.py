@@ -7,6 +7,8 @@ Field reports 2.5 (saves of blocks that are not there), 2.6 (an idle engine) and
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -197,6 +199,34 @@ def test_another_child_that_loads_is_not_doubled(scheduler: PoolScheduler) -> No
     assert scheduler.external_tokens(request, 0)
     scheduler.allocated(request, list(range(10, 17)), 0)
     assert not scheduler.build_step(output()).loads
+
+
+def test_all_lookups_of_a_step_wait_no_longer_than_one(pool: StandInPool) -> None:
+    """Requests that arrive together do not add up: what one has waited the next has less."""
+    gate = threading.Event()
+
+    def exist(keys: Sequence[str]) -> list[bool]:
+        assert gate.wait(20)
+        return pool.exist(keys)
+
+    lookup = Lookup(exist, PoolStats("test"), 5.0)
+    half = PoolScheduler(facts(), lookup)
+    half.use(NAMESPACE)
+    try:
+        waits = []
+        for number in range(20):
+            request = StandInRequest(request_id=f"r{number}")
+            began = time.monotonic()
+            assert half.external_tokens(request, 0) is None
+            waits.append(time.monotonic() - began)
+        wait_s = facts().options.lookup_wait_s
+        assert waits[0] >= wait_s and sum(waits) < 2 * wait_s
+        half.build_step(output())
+        gate.set()
+        assert half.external_tokens(StandInRequest(request_id="r0"), 0) == 4 * BLOCK
+    finally:
+        gate.set()
+        half.close()
 
 
 def test_nothing_is_asked_before_the_objects_have_names(pool: StandInPool) -> None:
