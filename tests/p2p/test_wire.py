@@ -316,12 +316,17 @@ class TestKey:
         with pytest.raises(WireError, match="replay"):
             reader.read_request(from_the_future)
         now[0] += 1
-        for number in range(3):
-            reader.read_request(numbered(number))
-        with pytest.raises(WireError, match="more than 3 messages"):
-            reader.read_request(numbered(9))
-        now[0] += 2 * CLOCK_SKEW + 1
-        reader.read_request(numbered(9))
+        frames = []
+        for number in range(10):  # more than are remembered: all of them count
+            now[0] += 1
+            frames.append(numbered(number))
+            reader.read_request(frames[-1])
+        for frame in frames[7:]:
+            with pytest.raises(WireError, match="already read"):
+                reader.read_request(frame)
+        for frame in frames[:7]:  # young enough, and forgotten
+            with pytest.raises(WireError, match="before some of the 3 messages"):
+                reader.read_request(frame)
 
 
 VALUES = st.recursive(
