@@ -87,7 +87,7 @@ class TransferEngine:
             )
         self.protocol = protocol
         self.session = f"{host}:{self._engine.get_rpc_port()}"
-        self._registered: set[int] = set()
+        self._registered: dict[int, int] = {}  # address -> bytes
 
     @property
     def raw(self) -> Any:
@@ -95,23 +95,31 @@ class TransferEngine:
         return self._engine
 
     def register(self, storage: torch.UntypedStorage) -> None:
-        """Let peers read a whole storage. Once per storage; again is legal.
+        """Let peers read a whole storage: see `register_range`."""
+        self.register_range(storage.data_ptr(), storage.nbytes())
 
+    def register_range(self, start: int, size: int) -> None:
+        """Let peers, and a pool's client of this engine, use ``size`` bytes from an address.
+
+        Mooncake takes no byte twice: what lies within a range that is registered is left alone.
         Caches on NPUs start at multiples of 2 MiB in storages that have that much more: what lies
         before the first multiple is left out.
 
         Raises:
             KvppError: the engine refused it.
         """
-        start, size = storage.data_ptr(), storage.nbytes()
         skipped = -start % _ALIGNMENTS.get(self.protocol, 1)
         start, size = start + skipped, size - skipped
-        if start in self._registered or size <= 0:
+        if size <= 0 or self._covers(start, size):
             return
         code = self._engine.register_memory(start, size)
         if code != 0:
             raise KvppError(f"Mooncake did not register {size:,} bytes of KV cache (code {code})")
-        self._registered.add(start)
+        self._registered[start] = size
+
+    def _covers(self, start: int, size: int) -> bool:
+        known = self._registered.items()
+        return any(begin <= start and start + size <= begin + length for begin, length in known)
 
     def start_read(self, read: Read) -> int | None:
         """Submit one read of its own; a handle, or None if it was not accepted."""

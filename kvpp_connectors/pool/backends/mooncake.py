@@ -162,6 +162,9 @@ class MooncakeBackend(StoreBackend):
         return f"{outcome} (master {self._settings.master_server_address}, {keys} keys)"
 
     def _register(self, client: Any, address: int, size: int) -> None:
+        if self._engine is not None:  # which P/D has told of the caches, too
+            self._engine.register_range(address, size)
+            return
         code = client.register_buffer(address, size)
         if code != 0:
             raise KvppError(

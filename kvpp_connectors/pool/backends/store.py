@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, ClassVar
 
 from kvpp_connectors.log import get_logger
@@ -44,11 +44,12 @@ class StoreBackend(ABC):
                 raise PoolUnavailable(f"the {self._book.store} client is closed")
             if not self._handle.ready:
                 client = self._set_up()
-                with self._naming:
+                with ExitStack() as refused, self._naming:
+                    refused.callback(client.close)
                     for address, size in self._regions.items():
                         self._register(client, address, size)
-                    if not self._handle.set(client):
-                        client.close()
+                    if self._handle.set(client):
+                        refused.pop_all()
             self.exist([PROBE])
 
     def register(self, address: int, size: int) -> None:
