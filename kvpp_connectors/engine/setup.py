@@ -39,6 +39,15 @@ KVPP_WORKERS = {
 }
 KVPP_WORKERS_023 = {"npu": "kvpp_connectors.engine.ascend.KvppNpuWorker"}  # on vLLM 0.23
 _PROFILE_WORKER = "kvpp_connectors.engine.cpu.CpuProfileWorker"
+_FAILS_REQUESTS = Problem(
+    rule="failed-loads-end-requests",
+    option="kv_transfer_config.kv_load_failure_policy",
+    value="fail",
+    reason="vLLM's default: a request whose blocks do not come from a peer or a pool that had them "
+    "ends with an error.",
+    remedy='Set "recompute" to have them computed here, or leave it if that must not happen.',
+    severity=Severity.WARNING,
+)
 _ACCEPTED = "kvpp_accepted"  # on the device_config: vLLM hands it on as it is, never a new one
 
 
@@ -69,6 +78,7 @@ def examine(vllm_config: Any) -> list[Problem]:
         hooks.check_installed(vllm_config)
         problems = _each_once(problems, check(launch_from_vllm(vllm_config)))
         problems += _check_platform(current_platform.device_type)
+    problems.sort(key=lambda problem: problem.severity is not Severity.REFUSED)
     if any(problem.severity is Severity.REFUSED for problem in problems):
         raise LaunchRefused(problems)
     return problems
@@ -166,9 +176,21 @@ def _check_connector(transfer: Any) -> list[Problem]:
         return []
     if transfer.kv_connector in CONNECTORS:
         extra = transfer.kv_connector_extra_config
-        return _check_settings(transfer.kv_connector, extra, "kv_transfer_config")
-    known = tuple(field.name for field in fields(transfer))
-    return check_composition(transfer, known, _check_settings)
+        problems = _check_settings(transfer.kv_connector, extra, "kv_transfer_config")
+        parts = [(transfer.kv_connector, transfer.kv_role)]
+    else:
+        known = tuple(field.name for field in fields(transfer))
+        problems = check_composition(transfer, known, _check_settings)
+        children = [child for _, child in children_of(transfer) if isinstance(child, Mapping)]
+        parts = [(child.get("kv_connector"), child.get("kv_role")) for child in children]
+    if transfer.kv_load_failure_policy == "fail" and any(map(_loads, parts)):
+        problems.append(_FAILS_REQUESTS)
+    return problems
+
+
+def _loads(connector: tuple[object, object]) -> bool:
+    name, role = connector
+    return name == POOL or (name == P2P and role != "kv_producer")
 
 
 def _check_settings(name: str, extra: Any, path: str) -> list[Problem]:

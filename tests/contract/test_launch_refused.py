@@ -42,7 +42,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     },
     "prefill-side-only": {
-        "kv_transfer_config": {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer"}
+        "kv_transfer_config": {
+            "kv_connector": "MooncakeConnectorV2",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
+        }
     },
 }
 
@@ -95,6 +99,7 @@ def test_all_problems_are_in_one_error(llama_model: Path) -> None:
         kv_transfer_config={
             "kv_connector": "AscendStoreConnector",
             "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"backend": "memcache", "use_layerwise": True},
         },
     )
