@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+import torch
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.base import Outcome, Result
 
-__all__ = ["NOT_RUN", "tell_of_error"]
+__all__ = ["NOT_RUN", "one_thread", "tell_of_error"]
 
 logger = get_logger(__name__)
 
 NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
 
 Work = TypeVar("Work", bound=Future[Any])
+
+
+def one_thread(name: str) -> ThreadPoolExecutor:
+    """A thread that computes by itself: torch's helpers would take the model's processors, and
+    packing would wait for them (half the speed on a busy machine)."""
+    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(1,))
 
 
 def tell_of_error(work: Work, consequence: str) -> Work:

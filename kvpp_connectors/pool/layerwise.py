@@ -9,13 +9,13 @@ the blocks are reported as invalid.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
 
 from kvpp_connectors.pool.backends.base import Backend, Outcome
-from kvpp_connectors.pool.background import NOT_RUN, tell_of_error
+from kvpp_connectors.pool.background import NOT_RUN, one_thread, tell_of_error
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.objects import BlockStore, Staging
@@ -85,7 +85,7 @@ class StepLoads:
     def __init__(self, stores: LayerStores | None, prefetch: int, shard: Shard) -> None:
         """``stores``: None for a rank that keeps nothing, which still follows the steps."""
         self._stores, self._prefetch, self._shard = stores, prefetch, shard
-        self._thread = ThreadPoolExecutor(1, "kvpp-pool-layers")
+        self._thread = one_thread("kvpp-pool-layers")
         self._order: list[int] = []  # all target layers of the stage, as the model runs them
         self._jobs: list[BlockJob] = []
         self._namespace: Namespace | None = None

@@ -7,7 +7,7 @@ else before its save has read it. Loads run on another thread, or before the ste
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.backends.base import Outcome
-from kvpp_connectors.pool.background import NOT_RUN, tell_of_error
+from kvpp_connectors.pool.background import NOT_RUN, one_thread, tell_of_error
 from kvpp_connectors.pool.guard import GuardedBackend
 from kvpp_connectors.pool.keys import Namespace, Shard
 from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
@@ -77,8 +77,8 @@ class PoolWorker:
         self._save_job: Callable[[Namespace, BlockJob, Callable[[], None]], object] | None = None
         self._reader: BlockStore | None = None
         self._layers: StepLoads | None = None
-        self._saving = ThreadPoolExecutor(1, "kvpp-pool-save")
-        self._loading = ThreadPoolExecutor(1, "kvpp-pool-load")
+        self._saving = one_thread("kvpp-pool-save")
+        self._loading = one_thread("kvpp-pool-load")
         self._saves: dict[str, list[_Save]] = {}  # by request, until it is over
         self._loads: list[_Load] = []
         self._ended: set[str] = set()

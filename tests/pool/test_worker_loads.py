@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvpp_connectors.pool.background import one_thread
 from kvpp_connectors.pool.messages import PoolStep
 from kvpp_connectors.pool.packing import CacheBlocks
 from kvpp_connectors.pool.worker import PoolWorker
@@ -132,3 +134,15 @@ def test_a_load_that_ends_well_after_it_was_given_up_came_too_late(
         wait_until(fences[first].done, PATIENCE, "the layer")
         loads.failed(first)
         assert loads.take_invalid_blocks() == set(BLOCKS)
+
+
+def test_packing_takes_one_processor_and_leaves_the_model_its_own() -> None:
+    """On a busy machine torch's helpers are waited for: a save took twice as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with one_thread("test") as thread:
+            assert thread.submit(torch.get_num_threads).result(PATIENCE) == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
