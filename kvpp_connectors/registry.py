@@ -47,8 +47,8 @@ class LayerLoads(Protocol):
     def reached(self, layer: int) -> None:
         """The model is about to touch a layer's cache for the first time in this step."""
 
-    def failed(self, layer: int) -> None:
-        """A layer was not loaded in time by its owner: what depends on it is not valid."""
+    def failed(self, layer: int, late: bool) -> None:
+        """A layer was not loaded by its owner, or not in time: what depends on it is not valid."""
 
 
 class _Process:

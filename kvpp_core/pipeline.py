@@ -91,7 +91,7 @@ class _Step:
     history: History
     index: torch.Tensor  # active block ids on the buffer's device
     fences: Mapping[int, Fence]
-    on_load_failed: Callable[[int], None] | None
+    on_load_failed: Callable[[int, bool], None] | None
     guarded: bool  # some layer is loaded in this step: every transfer carries a load status
 
 
@@ -163,16 +163,16 @@ class Pipeline:
         fences: Mapping[int, Fence] | None = None,
         *,
         guarded: bool = False,
-        on_load_failed: Callable[[int], None] | None = None,
+        on_load_failed: Callable[[int, bool], None] | None = None,
     ) -> None:
         """Start a step. Without active blocks nothing is broadcast and nothing is checked.
 
         ``active_blocks`` are sorted, unique ids of blocks that hold history of this step's
         requests. ``fences`` maps transformer layer indices to loads that must end before the
         layer may be broadcast; ``guarded`` says that some rank of the group has fences, and must
-        be the same on every rank (S8). ``on_load_failed(layer)`` is called on every rank for a
-        layer whose owner could not load it, and the step goes on with what the owner has; without
-        it `acquire` raises.
+        be the same on every rank (S8). ``on_load_failed(layer, late)`` is called on every rank
+        for a layer whose owner could not load it, or not in time (``late``), and the step goes on
+        with what the owner had; without it `acquire` raises.
 
         Raises:
             PipelineClosed: after close(), inside a step, or after a failed abort().
@@ -370,7 +370,7 @@ class Pipeline:
         self.stats.load_failures += 1
         assert self._step is not None
         if self._step.on_load_failed is not None:
-            self._step.on_load_failed(self._layer(ordinal))
+            self._step.on_load_failed(self._layer(ordinal), status is _LoadStatus.TIMED_OUT)
             return
         fence = self._step.fences.get(self._layer(ordinal))
         cause = _error_of(fence) if fence is not None and fence.done() else None

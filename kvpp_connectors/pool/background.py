@@ -21,8 +21,13 @@ Work = TypeVar("Work", bound=Future[Any])
 
 def one_thread(name: str) -> ThreadPoolExecutor:
     """A thread that computes by itself: torch's helpers would take the model's processors, and
-    packing would wait for them (half the speed on a busy machine)."""
-    return ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(1,))
+    packing would wait for them (half the speed on a busy machine).
+
+    Threads that compute for the first time later on have no helpers either; one that has computed
+    before, like the model's, keeps its own. vLLM on CPU puts a function that does nothing in the
+    place of ``torch.set_num_threads``.
+    """
+    return ThreadPoolExecutor(1, name, initializer=torch._C.set_num_threads, initargs=(1,))
 
 
 def tell_of_error(work: Work, consequence: str) -> Work:

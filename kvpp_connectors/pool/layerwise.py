@@ -124,14 +124,13 @@ class StepLoads:
         if self._waiting:
             self._submit(layer)
 
-    def failed(self, layer: int) -> None:
+    def failed(self, layer: int, late: bool) -> None:
         """See LayerLoads.
 
-        A load that failed has named its own blocks. One that ended well after it was given up came
-        too late for the broadcast, like one that has not ended.
+        A load that failed has named its own blocks. Of one that was given up, none was there when
+        the layer was broadcast, whatever came of it since.
         """
-        fence = self._fences.get(layer)
-        if fence is not None and (not fence.done() or fence.exception() is None):
+        if late and layer in self._fences:
             self._invalid_blocks |= {block for job in self._jobs for block in job.blocks}
 
     def settle(self) -> None:

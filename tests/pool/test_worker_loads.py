@@ -120,29 +120,36 @@ def test_nothing_is_loaded_while_earlier_steps_may_write_there(
         assert read.reached.is_set()
 
 
-def test_a_load_that_ends_well_after_it_was_given_up_came_too_late(
-    memory: RankMemory, store: FaultyStore
+@pytest.mark.parametrize("missing", [[], [3]], ids=["well", "with a block that is missing"])
+def test_a_load_that_ends_after_it_was_given_up_came_too_late(
+    memory: RankMemory, store: FaultyStore, missing: list[int]
 ) -> None:
-    """The other ranks were sent the layer as it was before."""
+    """The other ranks were sent the layer as it was before, all of its blocks."""
     with pool_worker(store, memory, kvpp=False, use_layerwise=True) as worker:
         loads = worker._layers
         assert loads is not None
-        loads.start(NAMESPACE, [job_of(BLOCKS)])
+        loads.start(NAMESPACE, [job_of(BLOCKS), job_of(missing, "s")])
         fences = loads.take_fences()
         assert fences is not None
         first = min(fences)
         wait_until(fences[first].done, PATIENCE, "the layer")
-        loads.failed(first)
-        assert loads.take_invalid_blocks() == set(BLOCKS)
+        loads.failed(first, late=True)
+        assert loads.take_invalid_blocks() == {*BLOCKS, *missing}
 
 
-def test_packing_takes_one_processor_and_leaves_the_model_its_own() -> None:
-    """On a busy machine torch's helpers are waited for: a save took twice as long."""
+def test_packing_takes_one_processor_and_leaves_the_model_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a busy machine torch's helpers are waited for: a save took twice as long.
+
+    Also where vLLM has put something else in the place of torch's function, as on CPU.
+    """
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    torch._C.set_num_threads(2)
     try:
         with one_thread("test") as thread:
             assert thread.submit(torch.get_num_threads).result(PATIENCE) == 1
         assert torch.get_num_threads() == 2
     finally:
-        torch.set_num_threads(before)
+        torch._C.set_num_threads(before)

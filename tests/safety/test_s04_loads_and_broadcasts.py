@@ -161,7 +161,10 @@ def failed_load_told(
                 fence.cancel()
 
         r.pipeline.begin(
-            ACTIVE, {layer: fence} if owned else None, guarded=True, on_load_failed=told.append
+            ACTIVE,
+            {layer: fence} if owned else None,
+            guarded=True,
+            on_load_failed=lambda layer, late: told.append(layer),
         )
         r.forward(1, 0, layer)
         r.settle()
@@ -229,7 +232,12 @@ def step_from_pool(rank: Rank, what: What | None, layer: int, prefetch: int) -> 
             threading.Timer(LATE, fault.open).start()
         pool.loads.start(NAMESPACE, [job])
         fences = pool.loads.take_fences()
-        r.pipeline.begin(ACTIVE, fences, guarded=fences is not None, on_load_failed=told.append)
+        r.pipeline.begin(
+            ACTIVE,
+            fences,
+            guarded=fences is not None,
+            on_load_failed=lambda layer, late: told.append(layer),
+        )
         for ordinal in range(r.layers):
             pool.loads.reached(ordinal)
             r.acquire(ordinal)

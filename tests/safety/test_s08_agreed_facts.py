@@ -124,7 +124,9 @@ def half_loaded_step(rank: Rank, layers: int, loads: bool) -> tuple[bool, list[i
         pool.loads.start(NAMESPACE, [job] if loads else [])
         fences = pool.loads.take_fences()
         guarded = fences is not None
-        r.pipeline.begin(ACTIVE, fences, guarded=guarded, on_load_failed=told.append)
+        r.pipeline.begin(
+            ACTIVE, fences, guarded=guarded, on_load_failed=lambda layer, late: told.append(layer)
+        )
         for ordinal in range(layers):
             pool.loads.reached(ordinal)
             r.acquire(ordinal)
