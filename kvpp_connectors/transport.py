@@ -88,6 +88,7 @@ class TransferEngine:
         self.protocol = protocol
         self.session = f"{host}:{self._engine.get_rpc_port()}"
         self._registered: dict[int, int] = {}  # address -> bytes
+        self._registering = threading.Lock()  # a pool connects on a thread of its own
 
     @property
     def raw(self) -> Any:
@@ -110,12 +111,13 @@ class TransferEngine:
         """
         skipped = -start % _ALIGNMENTS.get(self.protocol, 1)
         start, size = start + skipped, size - skipped
-        if size <= 0 or self._covers(start, size):
-            return
-        code = self._engine.register_memory(start, size)
-        if code != 0:
-            raise KvppError(f"Mooncake did not register {size:,} bytes of KV cache (code {code})")
-        self._registered[start] = size
+        with self._registering:
+            if size <= 0 or self._covers(start, size):
+                return
+            code = self._engine.register_memory(start, size)
+            if code != 0:
+                raise KvppError(f"Mooncake did not register {size:,} bytes (code {code})")
+            self._registered[start] = size
 
     def _covers(self, start: int, size: int) -> bool:
         known = self._registered.items()

@@ -23,6 +23,7 @@ __all__ = ["HEADER_BYTES", "BlockObject", "BlockStore", "Staging", "read_header"
 
 HEADER_BYTES = 64
 _MOST_OBJECTS = 512  # in one call: enough for its cost to vanish, few enough to stop between calls
+_ALIGNMENTS = {"npu": 2 << 20}  # bytes, of what Mooncake registers there
 _MAGIC = "kvpp"
 _NOTHING = Inventory(()).digest()  # of a commit marker
 
@@ -84,7 +85,8 @@ class Staging:
         Raises:
             KvppError: the backend refused the memory.
         """
-        self._memory = allocate_staging(capacity, device)
+        place = torch.device(device)
+        self._memory = allocate_staging(capacity, place, _ALIGNMENTS.get(place.type, 1))
         self.capacity = capacity
         if capacity:
             backend.register(self._memory.data_ptr(), capacity)

@@ -7,6 +7,7 @@ in its wheel; `make test-vllm023` runs the adapter in real engines.
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +166,7 @@ def test_what_npus_register_starts_at_2_mib(protocol: str) -> None:
     engine = TransferEngine.__new__(TransferEngine)
     raw = Registering()
     engine._engine, engine.protocol, engine._registered = raw, protocol, {}
+    engine._registering = threading.Lock()
     buffer = aligned_buffer(3 * ALIGNMENT, torch.device("cpu"))
     storage = buffer.untyped_storage()
     for _ in range(2):

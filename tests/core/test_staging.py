@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import psutil
 import pytest
 
@@ -17,12 +19,21 @@ def _resident() -> int:
 
 
 def test_all_of_it_is_there_from_the_start() -> None:
+    gc.collect()
     before = _resident()
     staging = allocate_staging(SIZE, "cpu")
     made = _resident()
     staging.fill_(1)
     assert made - before > SIZE - NOISE
     assert _resident() - made < NOISE
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 2 << 20])
+def test_it_starts_where_it_may_be_registered(alignment: int) -> None:
+    """Mooncake on NPUs takes whole multiples of 2 MiB; headers lie at the very start."""
+    for _ in range(3):
+        staging = allocate_staging(4096, "cpu", alignment)
+        assert staging.data_ptr() % alignment == 0 and staging.shape == (4096,)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096])

@@ -88,7 +88,7 @@ class MooncakeBackend(StoreBackend):
             host: address by which other clients reach this one; ``local_hostname`` wins.
             protocol: of the platform; ``settings.protocol`` wins.
             segment_bytes: memory to give to the pool; 0 for a scheduler, which only asks.
-            engine: this process's transfer engine, if another connector has one.
+            engine: this process's transfer engine; None for a scheduler.
         """
         super().__init__()
         self._settings = settings
