@@ -177,19 +177,24 @@ def _check_connector(transfer: Any) -> list[Problem]:
     if transfer.kv_connector in CONNECTORS:
         extra = transfer.kv_connector_extra_config
         problems = _check_settings(transfer.kv_connector, extra, "kv_transfer_config")
-        parts = [(transfer.kv_connector, transfer.kv_role)]
+        loading = _loads(transfer.kv_connector, transfer.kv_role, extra)
     else:
         known = tuple(field.name for field in fields(transfer))
         problems = check_composition(transfer, known, _check_settings)
-        children = [child for _, child in children_of(transfer) if isinstance(child, Mapping)]
-        parts = [(child.get("kv_connector"), child.get("kv_role")) for child in children]
-    if transfer.kv_load_failure_policy == "fail" and any(map(_loads, parts)):
+        loading = any(
+            _loads(*map(child.get, ("kv_connector", "kv_role", "kv_connector_extra_config")))
+            for _, child in children_of(transfer)
+            if isinstance(child, Mapping)
+        )
+    if loading and transfer.kv_load_failure_policy == "fail":
         problems.append(_FAILS_REQUESTS)
     return problems
 
 
-def _loads(connector: tuple[object, object]) -> bool:
-    name, role = connector
+def _loads(name: object, role: object, extra: object) -> bool:
+    """Whether a connector takes blocks from elsewhere into this engine."""
+    if name == POOL and role == "kv_consumer":
+        return isinstance(extra, Mapping) and bool(extra.get("consumer_is_to_load"))
     return name == POOL or (name == P2P and role != "kv_producer")
 
 

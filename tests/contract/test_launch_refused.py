@@ -99,7 +99,6 @@ def test_all_problems_are_in_one_error(llama_model: Path) -> None:
         kv_transfer_config={
             "kv_connector": "AscendStoreConnector",
             "kv_role": "kv_consumer",
-            "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"backend": "memcache", "use_layerwise": True},
         },
     )
@@ -307,6 +306,56 @@ def test_a_launch_that_saves_nothing_is_warned_of_and_taken(
     config = engine_config(mla_model, ON, pipeline_parallel_size=4)
     assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
     assert "[saves-nothing] --tensor-parallel-size = 2, 3 layers" in caplog.text
+
+
+_MASTER = {"mooncake": {"master_server_address": "127.0.0.1:1"}}
+_DECODE = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer"}
+_POOL = {
+    "kv_connector": "AscendStoreConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": _MASTER,
+}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "warned"),
+    [
+        (_DECODE, True),
+        (_DECODE | {"kv_role": "kv_producer"}, False),
+        (_POOL, True),
+        (_POOL | {"kv_role": "kv_consumer"}, False),
+        (
+            _POOL
+            | {
+                "kv_role": "kv_consumer",
+                "kv_connector_extra_config": _MASTER | {"consumer_is_to_load": True},
+            },
+            True,
+        ),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [_DECODE, _POOL]},
+            },
+            True,
+        ),
+    ],
+    ids=["decode", "prefill", "pool", "pool that saves", "pool of a consumer", "both"],
+)
+@pytest.mark.parametrize("policy", [None, "fail", "recompute"])
+def test_failed_loads_that_end_requests_are_warned_of(
+    mla_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    transfer: dict[str, Any],
+    warned: bool,
+    policy: str | None,
+) -> None:
+    """With KVPP and without: vLLM's default is `fail`."""
+    given = {} if policy is None else {"kv_load_failure_policy": policy}
+    engine_config(mla_model, {}, kv_transfer_config=transfer | given)
+    said = "[failed-loads-end-requests] kv_transfer_config.kv_load_failure_policy = fail"
+    assert (said in caplog.text) == (warned and policy != "recompute")
 
 
 def test_the_cpu_profile_alone_chooses_its_worker(mla_model: Path) -> None:

@@ -23,7 +23,7 @@ from kvpp_connectors.demo.prompts import greedy, random_tokens
 __all__ = ["EngineTiming", "time_engines"]
 
 PROMPTS, LENGTH = 4, 1536  # tokens each
-_IDLE_S = 0.001  # as vLLM's loop pauses where nothing was computed, so that transfers go on
+_IDLE_S = 0.001  # vLLM's loop pauses as long where it computed nothing, so that transfers go on
 
 
 @dataclass(frozen=True, slots=True)
