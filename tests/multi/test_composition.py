@@ -65,6 +65,7 @@ def multi(children: list[Any], role: str = "kv_producer") -> dict[str, Any]:
     return {
         "kv_connector": "MultiConnector",
         "kv_role": role,
+        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children},
     }
 
