@@ -135,9 +135,9 @@ class Soak:
         return [*self._request_rows(), *self._work_rows(), *self._account_rows()]
 
     async def _disturb(self, what: Disturbance) -> None:
-        server, frozen = self._servers.servers[what.server], what.how == "frozen"
+        server = self._servers.servers[what.server]
         with self.traffic.disturbed():
-            if frozen:
+            if what.how == "frozen":
                 server.signal(signal.SIGSTOP)
                 try:
                     while await is_healthy(self._servers.proxy):
@@ -149,8 +149,8 @@ class Soak:
                 await self._servers.restart(what.server, kill=what.how == "killed")
                 self._ledgers[what.server].restarted()
                 self._before[what.server].clear()
-        if what.server == "prefill" and not frozen:
-            await self._warm_up()
+                if what.server == "prefill":
+                    await self._warm_up()
         self._done[str(what)] += 1
 
     async def _warm_up(self) -> None:
