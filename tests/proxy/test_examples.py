@@ -105,6 +105,7 @@ async def test_one_host_serves_through_the_proxy_and_leaves_nothing_behind(tmp_p
         **connector,
         "kv_role": "kv_consumer",
         "kv_port": 37010,
+        "kv_load_failure_policy": "recompute",
     }
     assert option(prefill, "--additional-config") == {"enable_kvpp": True}
     assert option(decode, "--additional-config") == {"kvpp": {"cpu_profile": True}}
