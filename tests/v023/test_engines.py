@@ -6,6 +6,7 @@ Of the hardware there is a stand-in (reference.py). Two ranks, gloo, Mooncake ov
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,54 +153,51 @@ def test_decode_pulls_from_a_kvpp_prefill(
         assert sum(f"pulled {size:,} bytes" in line for line in pulls) == RANKS
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.fixture(params=[False, True], ids=["whole blocks", "layer by layer"])
+def pool(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """The transfer configuration of a pool whose master runs for the test."""
+    master = Master()
+    yield pooled(master, request.param)
+    master.stop()
+
+
 def test_a_pool_serves_the_next_kvpp_engine(
     model: Path,
     prompts: list[list[int]],
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
-    layerwise: bool,
+    pool: dict[str, Any],
 ) -> None:
     """What one engine saved another one loads, each owner its own layers."""
-    master = Master()
-    pool = pooled(master, layerwise)
-    try:
-        with start(model, tmp_path / "first", ON, kv_transfer_config=pool) as first:
-            same(first.generate(prompts, 8), expected[0])
-            with start(model, tmp_path / "second", ON, kv_transfer_config=pool) as second:
-                found = second.generate(prompts, 8)
-        same(found, expected[0])
-        assert [answer["cached"] for answer in found] == [256, 0, 128]
-    finally:
-        master.stop()
+    with start(model, tmp_path / "first", ON, kv_transfer_config=pool) as first:
+        same(first.generate(prompts, 8), expected[0])
+        with start(model, tmp_path / "second", ON, kv_transfer_config=pool) as second:
+            found = second.generate(prompts, 8)
+    same(found, expected[0])
+    assert [answer["cached"] for answer in found] == [256, 0, 128]
 
 
-@pytest.mark.parametrize("layerwise", [False, True])
 def test_prefill_transfers_what_it_found_in_the_pool(
     model: Path,
     prompts: list[list[int]],
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
-    layerwise: bool,
+    pool: dict[str, Any],
 ) -> None:
     """Both children in one engine: a prefill engine that is new loads, and decode pulls from it."""
-    master = Master()
-    children = [transfer("kv_producer", 27720), pooled(master, layerwise)]
+    children = [transfer("kv_producer", 27720), pool]
     both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", EXTRA: {"connectors": children}}
     decode = transfer("kv_consumer", 27730)
-    try:
-        with (
-            start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
-            start(model, tmp_path / "first", ON, kv_transfer_config=both) as first,
-        ):
-            same(first.generate(prompts, 8), expected[0])
-            children[0]["kv_port"] = 27740
-            with start(model, tmp_path / "second", ON, kv_transfer_config=both) as second:
-                found = second.generate(prompts, 1, {"do_remote_decode": True})
-                assert [answer["cached"] for answer in found] == [256, 0, 128]
-                for prompt, hit, answer in zip(prompts, found, expected[0], strict=True):
-                    same(consumer.generate([prompt], 8, hit["params"]), [answer])
-            pulls = [line for line in consumer.log().splitlines() if "pulled" in line]
-        assert len(pulls) == RANKS * len(prompts)
-    finally:
-        master.stop()
+    with (
+        start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
+        start(model, tmp_path / "first", ON, kv_transfer_config=both) as first,
+    ):
+        same(first.generate(prompts, 8), expected[0])
+        children[0]["kv_port"] = 27740
+        with start(model, tmp_path / "second", ON, kv_transfer_config=both) as second:
+            found = second.generate(prompts, 1, {"do_remote_decode": True})
+            assert [answer["cached"] for answer in found] == [256, 0, 128]
+            for prompt, hit, answer in zip(prompts, found, expected[0], strict=True):
+                same(consumer.generate([prompt], 8, hit["params"]), [answer])
+        pulls = [line for line in consumer.log().splitlines() if "pulled" in line]
+    assert len(pulls) == RANKS * len(prompts)
