@@ -18,6 +18,7 @@ from kvpp_connectors.launch import launch_from_vllm
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.multi.composition import check_composition
 from kvpp_connectors.plugin import CONNECTORS, MULTI, children_of, connectors_concern_us
+from kvpp_connectors.pool.config import loads_blocks
 from kvpp_connectors.problems import LaunchRefused, Problem, Severity
 from kvpp_connectors.rules import P2P, PLATFORM_WORKERS, POOL, check
 from kvpp_core.errors import KvppError
@@ -193,9 +194,10 @@ def _check_connector(transfer: Any) -> list[Problem]:
 
 def _loads(name: object, role: object, extra: object) -> bool:
     """Whether a connector takes blocks from elsewhere into this engine."""
-    if name == POOL and role == "kv_consumer":
-        return isinstance(extra, Mapping) and bool(extra.get("consumer_is_to_load"))
-    return name == POOL or (name == P2P and role != "kv_producer")
+    if name == POOL:
+        given = extra if isinstance(extra, Mapping) else {}
+        return loads_blocks(role, given.get("consumer_is_to_load"))
+    return name == P2P and role != "kv_producer"
 
 
 def _check_settings(name: str, extra: Any, path: str) -> list[Problem]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from kvpp_connectors.config import complaints
 from kvpp_core.errors import KvppError
 
-__all__ = ["IDLE_KEYS", "PoolOptions", "read_pool_options"]
+__all__ = ["IDLE_KEYS", "PoolOptions", "loads_blocks", "read_pool_options"]
 
 # Keys of vllm-ascend's connector that decide nothing here: taken, and told of once.
 IDLE_KEYS = {
@@ -85,6 +85,11 @@ class PoolOptions(BaseModel):
         if self.use_layerwise and self.backend != "mooncake":
             raise ValueError(f"use_layerwise with backend {self.backend}: it needs mooncake")
         return self
+
+
+def loads_blocks(role: object, consumer_is_to_load: object) -> bool:
+    """Whether a pool's connector of this ``kv_role`` takes blocks out of the pool."""
+    return role != "kv_consumer" or bool(consumer_is_to_load)
 
 
 def read_pool_options(

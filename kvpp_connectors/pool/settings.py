@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpp_connectors.launch import kv_cache_dtype
-from kvpp_connectors.pool.config import PoolOptions, read_pool_options
+from kvpp_connectors.pool.config import PoolOptions, loads_blocks, read_pool_options
 from kvpp_connectors.pool.keys import (
     Fingerprint,
     Namespace,
@@ -50,7 +50,7 @@ def pool_facts(vllm_config: Any) -> PoolFacts:
     return PoolFacts(
         options=options,
         extra=transfer.kv_connector_extra_config,
-        loads=not consumes_only or options.consumer_is_to_load,
+        loads=loads_blocks(transfer.kv_role, options.consumer_is_to_load),
         saves=not consumes_only or options.consumer_is_to_put,
         block_size=vllm_config.cache_config.block_size,
         heads_split_over=1 if vllm_config.model_config.use_mla else parallel.tensor_parallel_size,
