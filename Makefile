@@ -33,8 +33,8 @@ test-vllm023: $(VENV)-vllm023/.ready ## KVPP, P/D and a pool on vLLM 0.23 as vll
 	@$(VENV)-vllm023/bin/kvpp doctor
 	@$(VENV)-vllm023/bin/python -m pytest -m vllm023 tests/v023 $(ARGS)
 
-$(VENV)-vllm023/.ready: $(VENV)/.ready .ci/setup-vllm023 .ci/overrides-vllm023.txt
-	@bash .ci/setup-vllm023
+$(VENV)-vllm023/.ready: $(VENV)/.ready .ci/setup .ci/overrides-vllm023.txt
+	@bash .ci/setup vllm023
 
 test-ascend-sim: $(VENV)-ascend-sim/.ready ## torch-npu over a simulated CANN (ARGS=mutations breaks every ordering once)
 	@$(VENV)-ascend-sim/bin/python -m tests.ascend_sim $(ARGS)
