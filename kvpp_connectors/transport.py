@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvpp_connectors.engine.ascend_caches import ALIGNMENT
 from kvpp_connectors.log import get_logger
 from kvpp_core.errors import KvppError
 
@@ -30,7 +31,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
-_ALIGNMENTS = {"ascend": 2 << 20}  # bytes, of what is registered
+_ALIGNMENTS = {"ascend": ALIGNMENT}  # of what is registered
 SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from kvpp_connectors.engine.ascend_caches import ALIGNMENT
 from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome, Result
 from kvpp_connectors.pool.keys import FORMAT_VERSION
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
@@ -23,7 +24,6 @@ __all__ = ["HEADER_BYTES", "BlockObject", "BlockStore", "Staging", "read_header"
 
 HEADER_BYTES = 64
 _MOST_OBJECTS = 512  # in one call: enough for its cost to vanish, few enough to stop between calls
-_ALIGNMENTS = {"npu": 2 << 20}  # bytes, of what Mooncake registers there
 _MAGIC = "kvpp"
 _NOTHING = Inventory(()).digest()  # of a commit marker
 
@@ -86,7 +86,7 @@ class Staging:
             KvppError: the backend refused the memory.
         """
         place = torch.device(device)
-        self._memory = allocate_staging(capacity, place, _ALIGNMENTS.get(place.type, 1))
+        self._memory = allocate_staging(capacity, place, ALIGNMENT if place.type == "npu" else 1)
         self.capacity = capacity
         if capacity:
             backend.register(self._memory.data_ptr(), capacity)
