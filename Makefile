@@ -49,7 +49,7 @@ $(VENV)-ascend-sim/classes/.ready: $(VENV)/.ready .ci/ascend-classes.txt
 	@bash .ci/setup ascend-classes
 
 bench: $(VENV)/.ready ## every benchmark, a quarter of an hour (ARGS=--quick: three minutes, does everything work?)
-	@$(BIN)/kvpp bench all $(ARGS)
+	@$(BIN)/python -m benchmarks all $(ARGS)
 
 soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARGS="--minutes 10")
 	@$(BIN)/python -m tests.soak $(ARGS)
@@ -58,7 +58,7 @@ faults: $(VENV)/.ready ## kill, stop and cut off engines, stores and masters; ne
 	@$(BIN)/python -m pytest -m faults tests/p2p tests/pool tests/soak $(ARGS)
 
 traffic: $(VENV)/.ready ## minutes of traffic through the deployment while its engines are killed (ARGS="--minutes 10")
-	@$(BIN)/kvpp soak $(ARGS)
+	@$(BIN)/python -m benchmarks soak $(ARGS)
 
 lint: $(VENV)/.ready ## ruff and mypy
 	@$(BIN)/ruff check .

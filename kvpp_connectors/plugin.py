@@ -80,14 +80,14 @@ def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]],
 
 
 def _examine(vllm_config: Any, original: Callable[[Any], None]) -> None:
-    from kvpp_connectors.engine.setup import examine
+    from kvpp_connectors.engine.configure import examine
 
     examine(vllm_config)
     original(vllm_config)
 
 
 def _configure(vllm_config: Any, original: Callable[[Any], None]) -> None:
-    from kvpp_connectors.engine.setup import configure
+    from kvpp_connectors.engine.configure import configure
 
     configure(vllm_config, original)
 

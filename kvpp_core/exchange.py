@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvpp_core.spans import Lane, SpanRecorder
+from kvpp_core.trace import Lane, SpanRecorder
 
 __all__ = ["HeadExchange", "HeadGroup"]
 

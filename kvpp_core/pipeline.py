@@ -41,8 +41,8 @@ from kvpp_core.policy import (
     choose_mode,
     mode_bytes,
 )
-from kvpp_core.spans import Lane, SpanRecorder
 from kvpp_core.stats import PipelineStats
+from kvpp_core.trace import Lane, SpanRecorder
 from kvpp_core.transfer import BundleTransfer
 
 __all__ = ["Pipeline", "PipelineSettings"]

@@ -16,7 +16,7 @@ from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
 from kvpp_core.layout import RankLayout
 from kvpp_core.policy import History, Mode, blocks_per_message
-from kvpp_core.spans import BroadcastSpans, SpanRecorder
+from kvpp_core.trace import BroadcastSpans, SpanRecorder
 
 __all__ = ["BundleTransfer"]
 

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.backends.base import Buffer, Outcome, PoolUnavailable, Result
-from kvpp_connectors.pool.backends.memcache import CONFIG_VARIABLE, MemCacheBackend, MemoryKind
+from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result
+from kvpp_connectors.pool.store.memcache import CONFIG_VARIABLE, MemCacheBackend, MemoryKind
 from kvpp_core.errors import KvppError
 
 POISON = 0xEE

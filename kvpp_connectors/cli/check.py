@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvpp_connectors.config import read_settings
-from kvpp_connectors.launch import Launch, launch_from_vllm, mode_name
-from kvpp_connectors.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.rules import check as check_rules
+from kvpp_connectors.launch.facts import Launch, launch_from_vllm, mode_name
+from kvpp_connectors.launch.options import read_settings
+from kvpp_connectors.launch.problems import LaunchRefused, Problem, Severity
+from kvpp_connectors.launch.rules import check as check_rules
 
 __all__ = ["Platform", "check", "check_line"]
 

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvpp_connectors.cli.bench.machine import mooncakes, version_of
 from kvpp_connectors.cli.gloo_ranks import RanksFailed, broadcast_costs, run_ranks
+from kvpp_connectors.cli.machine import mooncakes, version_of
 from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
@@ -67,8 +67,8 @@ def examine() -> Iterator[Finding]:
 
 def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
     """Shake hands with a prefill worker."""
-    from kvpp_connectors.p2p.client import describe
-    from kvpp_connectors.p2p.config import P2pOptions, read_key
+    from kvpp_connectors.p2p.options import P2pOptions, read_key
+    from kvpp_connectors.p2p.outside import describe
     from kvpp_core.errors import KvppError
 
     host, _, port = peer.rpartition(":")
@@ -140,7 +140,7 @@ def _vllm() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("vLLM", str(error), False, "pip install 'kvpp-connectors[cpu]' or [cuda]")
         return
-    from kvpp_connectors.engine.hooks import vllm_version
+    from kvpp_connectors.vllm_api.hooks import vllm_version
 
     yield Finding("vLLM", vllm_version(), True)
     if (ascend := version_of("vllm-ascend")) is not None:
@@ -169,7 +169,8 @@ def _vllm() -> Iterator[Finding]:
 
 def _adapter(kind: str) -> Iterator[Finding]:
     """KVPP's adapter to the installed vLLM, and what it hooks there."""
-    from kvpp_connectors.engine.hooks import (
+    from kvpp_connectors.engine.configure import installed_workers
+    from kvpp_connectors.vllm_api.hooks import (
         MADE_FOR,
         Part,
         installed_hooks,
@@ -177,7 +178,6 @@ def _adapter(kind: str) -> Iterator[Finding]:
         is_v023,
         missing_hooks,
     )
-    from kvpp_connectors.engine.setup import installed_workers
 
     yield Finding("adapter", "vllm-ascend 0.23, on vLLM 0.23" if is_v023() else "vLLM 0.32")
     workers = installed_workers()
@@ -227,7 +227,7 @@ def _connectors() -> Iterator[Finding]:
 
 
 def _cpu() -> Iterator[Finding]:
-    from kvpp_connectors.engine.profile import ROTARY_OFF
+    from kvpp_connectors.engine.cpu.profile import ROTARY_OFF
 
     complaint = _check_rotary(ROTARY_OFF, max_position=64)
     yield Finding(
@@ -254,7 +254,7 @@ def _check_rotary(op: str, max_position: int) -> str | None:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from kvpp_connectors.engine.rotary import check_rotary
+    from kvpp_connectors.engine.cpu.rotary import check_rotary
 
     config = VllmConfig(compilation_config=CompilationConfig(custom_ops=["all", op]))
     with set_current_vllm_config(config):

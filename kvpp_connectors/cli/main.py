@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from kvpp_connectors.cli.bench.commands import benches
 from kvpp_connectors.cli.check import check
 from kvpp_connectors.cli.demo import demo
 from kvpp_connectors.cli.doctor import doctor
 from kvpp_connectors.cli.plan import plan
 from kvpp_connectors.cli.pool import pool
 from kvpp_connectors.cli.proxy import proxy
-from kvpp_connectors.cli.soak import soak
-from kvpp_connectors.cli.trace import trace
 
 __all__ = ["app", "main"]
 
@@ -26,9 +23,6 @@ app.command()(plan)
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(check)
 app.command()(doctor)
 app.command()(demo)
-app.command()(soak)
-app.command()(trace)
-app.add_typer(benches, name="bench", no_args_is_help=True)
 app.command()(proxy)
 app.add_typer(pool, name="pool", no_args_is_help=True)
 

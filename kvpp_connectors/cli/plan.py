@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvpp_connectors.model_shapes import (
+from kvpp_connectors.cli.model_shapes import (
     AUTO,
     INDEXER_LAYOUTS,
     MAIN_LAYOUTS,

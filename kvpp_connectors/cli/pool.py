@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from kvpp_connectors.pool.local_pool import LocalPool
-    from kvpp_connectors.pool.mooncake_http import MasterHttp, Status
-    from kvpp_connectors.pool.mooncake_servers import MasterAddress
+    from kvpp_connectors.mooncake_admin.local_pool import LocalPool
+    from kvpp_connectors.mooncake_admin.master_http import MasterHttp, Status
+    from kvpp_connectors.mooncake_admin.servers import MasterAddress
 
 __all__ = ["pool"]
 
@@ -55,8 +55,8 @@ def up(
     """
     import asyncio
 
-    from kvpp_connectors.pool.local_pool import LocalPool, serve
-    from kvpp_connectors.pool.mooncake_servers import MasterAddress
+    from kvpp_connectors.mooncake_admin.local_pool import LocalPool, serve
+    from kvpp_connectors.mooncake_admin.servers import MasterAddress
 
     if host in _EVERY_INTERFACE:
         _refuse(f"--host {host!r} means every interface; give one address of this host")
@@ -76,7 +76,7 @@ def status(
     """
     import msgspec
 
-    from kvpp_connectors.pool.mooncake_http import status_of
+    from kvpp_connectors.mooncake_admin.master_http import status_of
 
     with _explained():
         found = status_of(_http(master, http_port))
@@ -96,7 +96,7 @@ def ls(
     A namespace is kvpp1@FINGERPRINT@TOPOLOGY: engines share objects where both are equal.
     Exit code 1: no answer, or no such namespace.
     """
-    from kvpp_connectors.pool.mooncake_http import by_namespace
+    from kvpp_connectors.mooncake_admin.master_http import by_namespace
 
     with _explained():
         http = _http(master, http_port)
@@ -151,7 +151,7 @@ def clear(
     it away could give a reader the bytes of what comes after.
     Exit code 1: no answer, no such namespace, or objects are left; 2: not confirmed.
     """
-    from kvpp_connectors.pool.mooncake_http import by_namespace, count
+    from kvpp_connectors.mooncake_admin.master_http import by_namespace, count
 
     with _explained():
         http = _http(master, http_port)
@@ -174,9 +174,9 @@ def clear(
 
 def _clear(http: MasterHttp, namespace: str) -> int:
     """Remove a namespace as its leases end; how many objects are left."""
-    from kvpp_connectors.host import address_towards
-    from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-    from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
+    from kvpp_connectors.connector.host import address_towards
+    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+    from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 
     settings = MooncakeSettings(master_server_address=str(http.master))
     host = address_towards(http.master.host, http.master.port)
@@ -235,13 +235,13 @@ def _words(found: Status) -> Iterator[str]:
 
 
 def _http(master: str, http_port: int) -> MasterHttp:
-    from kvpp_connectors.pool.mooncake_http import MasterHttp
+    from kvpp_connectors.mooncake_admin.master_http import MasterHttp
 
     return MasterHttp(_address(master, http_port))
 
 
 def _address(master: str, http_port: int) -> MasterAddress:
-    from kvpp_connectors.pool.mooncake_servers import MasterAddress
+    from kvpp_connectors.mooncake_admin.servers import MasterAddress
 
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
@@ -250,7 +250,7 @@ def _address(master: str, http_port: int) -> MasterAddress:
 
 
 def _memory(text: str) -> int:
-    from kvpp_connectors.pool.backends.mooncake_settings import LEAST_SEGMENT, read_bytes
+    from kvpp_connectors.pool.store.mooncake_settings import LEAST_SEGMENT, read_bytes
 
     size = read_bytes(text)
     if size is None or 0 < size < LEAST_SEGMENT:

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from kvpp_connectors.connector.host import free_ports
 from kvpp_connectors.demo.children import Server
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.local_pool import LocalPool, answers
-from kvpp_connectors.pool.mooncake_http import MasterHttp
-from kvpp_connectors.pool.mooncake_servers import (
+from kvpp_connectors.mooncake_admin.local_pool import LocalPool, answers
+from kvpp_connectors.mooncake_admin.master_http import MasterHttp
+from kvpp_connectors.mooncake_admin.servers import (
     STORE_ENVIRONMENT,
     MasterAddress,
     master_command,

@@ -11,10 +11,10 @@ from typing import Any
 
 import aiohttp
 
+from kvpp_connectors.connector.host import free_ports
 from kvpp_connectors.demo.children import Server
 from kvpp_connectors.demo.settings import Settings
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.mooncake_servers import (
+from kvpp_connectors.mooncake_admin.servers import (
     STORE_ENVIRONMENT,
     MasterAddress,
     master_command,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.config import KvppOptions
+from kvpp_connectors.launch.options import KvppOptions
 from kvpp_core.bundles import Component, LayerBundle, group_bundles, largest_bytes_per_block
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.config import read_settings
-from kvpp_connectors.engine import groups, hooks
+from kvpp_connectors.connector.host import own_host
+from kvpp_connectors.connector.process import KvppFacts, layer_loads, publish
+from kvpp_connectors.engine import groups
+from kvpp_connectors.engine.configure import examine_resolved
 from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
 from kvpp_connectors.engine.owner_decode import OwnerDecode, unfit
 from kvpp_connectors.engine.placement import (
@@ -23,11 +25,10 @@ from kvpp_connectors.engine.placement import (
     place,
     plan,
 )
-from kvpp_connectors.engine.setup import examine_resolved
-from kvpp_connectors.engine.steps import read_step
-from kvpp_connectors.host import own_host
+from kvpp_connectors.launch.options import read_settings
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.registry import KvppFacts, layer_loads, publish
+from kvpp_connectors.vllm_api import hooks
+from kvpp_connectors.vllm_api.scheduler_output import read_step
 from kvpp_core.calibration import measure_costs
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.device import Device, make_device
@@ -39,9 +40,9 @@ from kvpp_core.layout import Placement, RankLayout, build_layout
 from kvpp_core.manifest import Manifest, agree
 from kvpp_core.pipeline import Pipeline, PipelineSettings
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
-from kvpp_core.spans import Lane, Recording, SpanRecorder
 from kvpp_core.staging import allocate_staging
 from kvpp_core.stats import PipelineStats
+from kvpp_core.trace import Lane, Recording, SpanRecorder
 
 __all__ = ["KvppWorkerMixin"]
 
@@ -252,7 +253,7 @@ class KvppWorkerMixin:
         port = metrics_port(first, self.parallel_config, self.rank)
         self._kvpp_metrics = MetricsPage(own_host(), port, BroadcastCounters(self.rank, stats))
 
-    # What depends on the version of vLLM: here 0.32; `kvpp_connectors.engine.v023` has 0.23.
+    # What depends on the version of vLLM: here 0.32; `ascend/adapter_v023.py` has 0.23.
 
     def _kvpp_plan(self, specs: dict[str, Any], drafts: frozenset[str]) -> Placement:
         """Who owns what, from the worker's cache specifications."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from kvpp_connectors.p2p.wire import Region
+from kvpp_connectors.p2p.protocol import Region
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.process import published
+from kvpp_connectors.p2p.facts import engine_facts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
+from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.settings import engine_facts
-from kvpp_connectors.p2p.wire import WorkerAddress
 from kvpp_connectors.p2p.worker import Ranks, WorkerSide
-from kvpp_connectors.registry import published
-from kvpp_connectors.shell import ConnectorShell, TransferResults, ended_well
 
 __all__ = ["MooncakeConnectorV2"]
 

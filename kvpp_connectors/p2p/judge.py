@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpp_connectors.p2p.lease import LeaseBook
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p.protocol import (
     Confirm,
     Gone,
     Granted,

@@ -9,8 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvpp_connectors.p2p.puller import Pull
-from kvpp_connectors.p2p.wire import WorkerAddress
+from kvpp_connectors.p2p.fetcher import Pull
+from kvpp_connectors.p2p.protocol import WorkerAddress
 
 __all__ = ["StepMetadata", "WorkerHandshake"]
 

@@ -11,25 +11,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.control import ControlServer
-from kvpp_connectors.p2p.courier import Courier
+from kvpp_connectors.p2p.facts import EngineFacts
+from kvpp_connectors.p2p.fetcher import Pull
+from kvpp_connectors.p2p.heartbeat import Courier
 from kvpp_connectors.p2p.judge import judge
 from kvpp_connectors.p2p.lease import LeaseBook
 from kvpp_connectors.p2p.messages import WorkerHandshake
-from kvpp_connectors.p2p.offer import (
+from kvpp_connectors.p2p.protocol import (
+    Reply,
+    Request,
+    WorkerAddress,
+)
+from kvpp_connectors.p2p.rpc import ControlServer
+from kvpp_connectors.p2p.transfer_params import (
     OFFER_VERSION,
     BadOffer,
     Offer,
     OfferDetails,
     make_params,
     read_offer,
-)
-from kvpp_connectors.p2p.puller import Pull
-from kvpp_connectors.p2p.settings import EngineFacts
-from kvpp_connectors.p2p.wire import (
-    Reply,
-    Request,
-    WorkerAddress,
 )
 
 __all__ = ["DecodeScheduler", "PrefillScheduler"]

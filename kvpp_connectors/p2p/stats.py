@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvpp_connectors.p2p.puller import PullResult
+from kvpp_connectors.p2p.fetcher import PullResult
 
 __all__ = ["P2pStats"]
 

@@ -10,15 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.transfer_engine import (
+    TransferEngine,
+    default_protocol,
+    process_engine,
+)
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.caches import cache_regions, kept_components
-from kvpp_connectors.p2p.control import ControlServer
+from kvpp_connectors.p2p.facts import EngineFacts
+from kvpp_connectors.p2p.fetcher import Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
-from kvpp_connectors.p2p.puller import Puller, PullerSettings, PullResult
-from kvpp_connectors.p2p.settings import EngineFacts
-from kvpp_connectors.p2p.sharing import Sharing
-from kvpp_connectors.p2p.stats import P2pStats
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p.peer_sharing import Sharing
+from kvpp_connectors.p2p.protocol import (
     Describe,
     Description,
     Noted,
@@ -28,8 +32,8 @@ from kvpp_connectors.p2p.wire import (
     ShareEnded,
     WorkerAddress,
 )
-from kvpp_connectors.tensors import single_tensors
-from kvpp_connectors.transport import TransferEngine, default_protocol, process_engine
+from kvpp_connectors.p2p.rpc import ControlServer
+from kvpp_connectors.p2p.stats import P2pStats
 from kvpp_core.layout import RankLayout
 
 __all__ = ["Ranks", "WorkerSide"]

@@ -6,20 +6,20 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvpp_connectors.host import own_host
+from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.host import own_host
+from kvpp_connectors.connector.process import published
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.pool.backends.make import make_backend
-from kvpp_connectors.pool.config import IDLE_KEYS
-from kvpp_connectors.pool.guard import GuardedBackend
+from kvpp_connectors.pool.facts import name_objects, pool_facts
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import PoolStep, PoolWorkerFacts
 from kvpp_connectors.pool.metrics import PoolConnectorStats, PoolPromMetrics
+from kvpp_connectors.pool.options import IDLE_KEYS
 from kvpp_connectors.pool.scheduler import PoolScheduler
-from kvpp_connectors.pool.settings import name_objects, pool_facts
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.create import make_backend
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 from kvpp_connectors.pool.worker import PoolWorker, Ranks
-from kvpp_connectors.registry import published
-from kvpp_connectors.shell import ConnectorShell, TransferResults, ended_well
 
 __all__ = ["AscendStoreConnector"]
 

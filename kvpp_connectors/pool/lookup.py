@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvpp_connectors.pool.backends.base import PoolUnavailable
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.base import PoolUnavailable
 
 __all__ = ["Hit", "Lookup"]
 

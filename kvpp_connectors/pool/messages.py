@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
+from kvpp_connectors.pool.block_objects import BlockObject
 from kvpp_connectors.pool.keys import Namespace
-from kvpp_connectors.pool.objects import BlockObject
 from kvpp_core.manifest import Manifest
 
 __all__ = ["BlockJob", "PoolStep", "PoolWorkerFacts"]

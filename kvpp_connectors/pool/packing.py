@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpp_connectors.pool.backends.base import Buffer
 from kvpp_connectors.pool.keys import LayerId
+from kvpp_connectors.pool.store.base import Buffer
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import Placement

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvpp_connectors.pool.backends.base import Outcome
-from kvpp_core.spans import Lane, SpanRecorder
+from kvpp_connectors.pool.store.base import Outcome
+from kvpp_core.trace import Lane, SpanRecorder
 
 __all__ = ["recorded"]
 

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvpp_connectors.log import get_logger
+from kvpp_connectors.pool.facts import PoolFacts
+from kvpp_connectors.pool.invalid_blocks import SpoiltBlocks
 from kvpp_connectors.pool.keys import Namespace
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import BlockJob, PoolStep
-from kvpp_connectors.pool.settings import PoolFacts
-from kvpp_connectors.pool.spoilt import SpoiltBlocks
-from kvpp_connectors.pool.tracking import Tracked
+from kvpp_connectors.pool.requests import Tracked
 
 __all__ = ["PoolScheduler"]
 

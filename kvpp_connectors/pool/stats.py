@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.pool.backends.base import Outcome
+from kvpp_connectors.pool.store.base import Outcome
 
 __all__ = ["PoolStats"]
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
+from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.process import KvppFacts, offer_layer_loads
+from kvpp_connectors.connector.threads import NOT_RUN, one_thread, tell_of_error
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.pool.backends.base import Outcome
-from kvpp_connectors.pool.background import NOT_RUN, one_thread, tell_of_error
-from kvpp_connectors.pool.guard import GuardedBackend
+from kvpp_connectors.pool.block_objects import BlockStore, Staging
+from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.keys import Namespace, Shard
-from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.messages import BlockJob, PoolStep, PoolWorkerFacts
-from kvpp_connectors.pool.objects import BlockStore, Staging
+from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.recorded import recorded
-from kvpp_connectors.pool.settings import PoolFacts
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.registry import KvppFacts, offer_layer_loads
-from kvpp_connectors.tensors import single_tensors
+from kvpp_connectors.pool.store.base import Outcome
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 from kvpp_core.bundles import Component, LayerBundle
-from kvpp_core.spans import Lane
+from kvpp_core.trace import Lane
 
 __all__ = ["PoolWorker", "Ranks"]
 

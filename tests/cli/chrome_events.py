@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from kvpp_core.spans import Lane
+from kvpp_core.trace import Lane
 
 __all__ = ["check_events", "events_of"]
 

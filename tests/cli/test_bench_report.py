@@ -1,4 +1,4 @@
-"""`kvpp bench report`: records to page and pictures; no benchmark is run."""
+"""`python -m benchmarks report`: records to page and pictures; no benchmark is run."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpp_connectors.cli.bench.base import Figures, Record, Run
-from kvpp_connectors.cli.bench.broadcast import BroadcastFigures, BroadcastTiming
-from kvpp_connectors.cli.bench.capacity import Capacity, CapacityFigures
-from kvpp_connectors.cli.bench.machine import Machine
-from kvpp_connectors.cli.bench.p2p import GroupTiming, P2pFigures, P2pTiming
-from kvpp_connectors.cli.bench.pool import PoolFigures, PoolTiming
-from kvpp_connectors.cli.bench.pool_engines import EngineTiming
-from kvpp_connectors.cli.bench.records import BENCHES, read_record
-from kvpp_connectors.cli.bench.startup import EngineStart, PlugInCost, StartupFigures
-from kvpp_connectors.cli.bench.step import StepFigures, StepTiming
-from kvpp_connectors.cli.bench.turns import Spread, in_turns, ratio, spread
-from kvpp_connectors.cli.main import app
+from benchmarks.__main__ import app
+from benchmarks.base import Figures, Record, Run
+from benchmarks.broadcast import BroadcastFigures, BroadcastTiming
+from benchmarks.capacity import Capacity, CapacityFigures
+from benchmarks.interleaved import Spread, in_turns, ratio, spread
+from benchmarks.p2p import GroupTiming, P2pFigures, P2pTiming
+from benchmarks.pool import PoolFigures, PoolTiming
+from benchmarks.pool_engines import EngineTiming
+from benchmarks.records import BENCHES, read_record
+from benchmarks.startup import EngineStart, PlugInCost, StartupFigures
+from benchmarks.step import StepFigures, StepTiming
+from kvpp_connectors.cli.machine import Machine
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MACHINE = Machine("Some CPU", 2, 24 << 30, "Linux 6", "3.11", "2.13", "vllm 0.32", "mooncake 0.3")
@@ -58,7 +58,9 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "records"
     folder.mkdir()
     for name, figures in FIGURES.items():
-        run = Run(name, f"kvpp bench {name}", MACHINE, "abc1234", "2026-01-01", 9.0, 0.5, 2.0)
+        run = Run(
+            name, f"python -m benchmarks {name}", MACHINE, "abc1234", "2026-01-01", 9.0, 0.5, 2.0
+        )
         (folder / f"{name}.json").write_text(json.dumps(asdict(Record(run, figures))))
     return folder
 
@@ -72,7 +74,7 @@ def page(tmp_path: Path) -> Path:
 
 
 def report(folder: Path, page: Path) -> Result:
-    return CliRunner().invoke(app, ["bench", "report", str(folder), "--docs", str(page)])
+    return CliRunner().invoke(app, ["report", str(folder), "--docs", str(page)])
 
 
 def test_the_page_has_a_place_for_every_benchmark(folder: Path, page: Path) -> None:
@@ -87,7 +89,7 @@ def test_the_page_has_a_place_for_every_benchmark(folder: Path, page: Path) -> N
     assert prose in text and "old figures" not in text
     for name in FIGURES:
         between = text.split(f"<!-- bench: {name} -->")[1].split(f"<!-- /bench: {name} -->")[0]
-        assert f"Taken with `kvpp bench {name}` in 9 s" in between
+        assert f"Taken with `python -m benchmarks {name}` in 9 s" in between
         assert "load 0.5 before, 2.0 after" in between and "commit abc1234" in between
         assert "2 cores of Some CPU, 24 GiB" in between and "| --- |" in between
         drawn = name not in ("startup", "capacity")

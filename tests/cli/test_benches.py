@@ -10,17 +10,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpp_connectors.cli.main import app
+from benchmarks.__main__ import app
 
 
 def figures(*arguments: str) -> Any:
     """What a benchmark measures, in a process of its own; the rest of its JSON is checked here."""
-    command = [sys.executable, "-m", "kvpp_connectors.cli", "bench", *arguments, "--json"]
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     record = json.loads(ended.stdout)
     run = record["run"]
-    assert (run["name"], run["command"]) == (arguments[0], "kvpp bench " + " ".join(arguments))
+    assert (run["name"], run["command"]) == (
+        arguments[0],
+        "python -m benchmarks " + " ".join(arguments),
+    )
     assert run["machine"]["cores"] > 0 and run["machine"]["memory"] > 2**30 and run["seconds"] > 0
     return record["figures"]
 
@@ -55,6 +58,6 @@ def test_p2p() -> None:
     ],
 )
 def test_a_list_that_is_none_is_named(bench: str, option: str, wrong: str) -> None:
-    result = CliRunner().invoke(app, ["bench", bench, f"{option}={wrong}"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, [bench, f"{option}={wrong}"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert option in result.output and "positive whole numbers" in result.output

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.model_shapes import (
+from kvpp_connectors.cli.model_shapes import (
     INDEXER_LAYOUTS,
     MAIN_LAYOUTS,
     ModelConfigError,

@@ -343,7 +343,7 @@ def test_plot_that_cannot_be_written_is_an_error(run: Run, tmp_path: Path) -> No
 
 def test_planning_imports_neither_vllm_nor_torch_nor_matplotlib() -> None:
     code = (
-        "import sys, kvpp_connectors.model_shapes, kvpp_connectors.cli.plan\n"
+        "import sys, kvpp_connectors.cli.model_shapes, kvpp_connectors.cli.plan\n"
         "print(sorted({'vllm', 'torch', 'matplotlib'} & set(sys.modules)))"
     )
     root = CONFIGS.parents[1]

@@ -1,4 +1,4 @@
-"""`kvpp trace`: its file, figures and picture from spans made here, and what it says if it fails.
+"""`benchmarks trace`: its file, figures and picture, and what it says if it fails.
 
 With a real engine: tests/engine/test_trace.py.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvpp_connectors.cli.main import app
-from kvpp_connectors.cli.trace_events import chrome_trace
-from kvpp_connectors.cli.trace_figures import PARTS, by_kind, exchanges, layers, ranks
-from kvpp_connectors.cli.trace_picture import draw
+from benchmarks.__main__ import app
+from benchmarks.trace.events import chrome_trace
+from benchmarks.trace.figures import PARTS, by_kind, exchanges, layers, ranks
+from benchmarks.trace.picture import draw
+from benchmarks.trace.traced import RankTrace, TraceResult
 from kvpp_connectors.demo import children
-from kvpp_connectors.demo.traced import RankTrace, TraceResult
-from kvpp_core.spans import Lane, Recording, Span, StepSpans
+from kvpp_core.trace import Lane, Recording, Span, StepSpans
 from tests.cli.chrome_events import check_events, events_of
 
 MS = 10**6  # ns

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpp_connectors.demo.model import TinyModel
-from kvpp_connectors.problems import LaunchRefused
+from kvpp_connectors.launch.problems import LaunchRefused
 
 __all__ = [
     "engine_config",

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvpp_connectors.engine.ascend_caches import (
+from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.process import published
+from kvpp_connectors.connector.transfer_engine import TransferEngine
+from kvpp_connectors.engine.ascend.caches import (
     ALIGNMENT,
     aligned_buffer,
     components_of,
     raw_tensors,
 )
-from kvpp_connectors.engine.ascend_hooks import FIRST_TOUCH, ONLY_DECODE
-from kvpp_connectors.engine.ascend_touch import hook_fused_decode, hook_implementation
-from kvpp_connectors.registry import published
-from kvpp_connectors.tensors import single_tensors
-from kvpp_connectors.transport import TransferEngine
+from kvpp_connectors.engine.ascend.first_touch import hook_fused_decode, hook_implementation
+from kvpp_connectors.vllm_api.names_ascend023 import FIRST_TOUCH, ONLY_DECODE
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError, PlanError
 from kvpp_core.layout import Placement, build_layout

@@ -11,9 +11,9 @@ from functools import cache
 
 import pytest
 
-from kvpp_connectors.engine.ascend_hooks import ASCEND_HOOKS
-from kvpp_connectors.engine.hooks import check_hooks, missing_hooks
-from kvpp_connectors.engine.sources import Sources
+from kvpp_connectors.vllm_api.hooks import check_hooks, missing_hooks
+from kvpp_connectors.vllm_api.names_ascend023 import ASCEND_HOOKS
+from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.wheels import Renamed, obtain
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvpp_connectors.cli.doctor import examine
 from kvpp_connectors.cli.main import app
-from kvpp_connectors.engine.hooks import HOOKS
+from kvpp_connectors.vllm_api.hooks import HOOKS
 from tests.contract.checking import WIDE, Checked, check_all
 from tests.contract.processes import run
 
@@ -160,7 +160,7 @@ def test_the_doctor_finds_this_machine_ready() -> None:
     (hooks,) = [line for line in result.stdout.splitlines() if f"hooks ({len(HOOKS)})" in line]
     assert "all found" in hooks and "ok" in hooks
     assert "kvpp_connectors.plugin:register" in result.stdout
-    assert "kvpp_connectors.engine.cpu.KvppCpuWorker" in result.stdout
+    assert "kvpp_connectors.engine.cpu.worker.KvppCpuWorker" in result.stdout
 
 
 def test_the_doctor_judges_the_rotary_embedding_with_the_profile_only() -> None:
@@ -179,7 +179,7 @@ def test_the_doctor_says_why_ranks_do_not_reach_one_another() -> None:
 
 
 def test_the_doctor_fails_where_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpp_connectors.engine import hooks
+    from kvpp_connectors.vllm_api import hooks
 
     missing = hooks.Hook("vllm.v1.worker.gpu_worker", "Worker.no_such_step")
     monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))

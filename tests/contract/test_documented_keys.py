@@ -11,10 +11,10 @@ import pytest
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from kvpp_connectors.config import KvppOptions
-from kvpp_connectors.p2p.config import P2pOptions
-from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
-from kvpp_connectors.pool.config import IDLE_KEYS, PoolOptions
+from kvpp_connectors.launch.options import KvppOptions
+from kvpp_connectors.p2p.options import P2pOptions
+from kvpp_connectors.pool.options import IDLE_KEYS, PoolOptions
+from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 from tests.contract.documents import DOCS, table
 
 TABLES: list[tuple[str, str, type[BaseModel]]] = [

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from kvpp_connectors.engine.metrics import BroadcastCounters
 from kvpp_connectors.p2p.metrics import P2pPromMetrics
-from kvpp_connectors.pool.backends.base import Result
 from kvpp_connectors.pool.metrics import PoolPromMetrics
+from kvpp_connectors.pool.store.base import Result
 from kvpp_connectors.proxy.metrics import Metrics
 from kvpp_connectors.proxy.problems import Outcome
 from kvpp_core.stats import PipelineStats

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvpp_connectors.engine.worker import KvppWorkerMixin
-from kvpp_connectors.launch import Launch, launch_from_vllm
-from kvpp_connectors.problems import LaunchRefused
-from kvpp_connectors.rules import CACHE_UPDATE, check
+from kvpp_connectors.launch.facts import Launch, launch_from_vllm
+from kvpp_connectors.launch.problems import LaunchRefused
+from kvpp_connectors.launch.rules import CACHE_UPDATE, check
 from tests.contract.launches import engine_config
 
 ATTENTION = "vllm::unified_mla_attention_with_output"

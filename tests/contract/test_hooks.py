@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from kvpp_connectors.engine import hooks
-from kvpp_connectors.engine.hooks import (
+from kvpp_connectors.vllm_api import hooks
+from kvpp_connectors.vllm_api.hooks import (
     HOOKS,
     MADE_FOR,
     Hook,
@@ -29,7 +29,7 @@ from kvpp_connectors.engine.hooks import (
     missing_hooks,
     vllm_version,
 )
-from kvpp_connectors.engine.sources import Sources
+from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.launches import engine_config
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.engine import setup
-from kvpp_connectors.engine.setup import KVPP_WORKERS
-from kvpp_connectors.launch import Launch
-from kvpp_connectors.problems import Problem
+from kvpp_connectors.engine import configure as setup
+from kvpp_connectors.engine.configure import KVPP_WORKERS
+from kvpp_connectors.launch.facts import Launch
+from kvpp_connectors.launch.problems import Problem
 from tests.contract.launches import engine_config, refuse
 
 ON = {"enable_kvpp": True}
 PROFILE = {"kvpp": {"cpu_profile": True}}
-OURS = [*KVPP_WORKERS.values(), "kvpp_connectors.engine.cpu.CpuProfileWorker"]
+OURS = [*KVPP_WORKERS.values(), "kvpp_connectors.engine.cpu.worker.CpuProfileWorker"]
 BAD: dict[str, dict[str, Any]] = {  # by the rule that refuses it
     "group-larger-than-one": {"tensor_parallel_size": 1},
     "no-dual-batch-overlap": {"enable_dbo": True},

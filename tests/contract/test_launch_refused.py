@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.engine.setup import KVPP_WORKERS
-from kvpp_connectors.launch import Connector, Launch, launch_from_vllm
-from kvpp_connectors.problems import LaunchRefused
+from kvpp_connectors.engine.configure import KVPP_WORKERS
+from kvpp_connectors.launch.facts import Connector, Launch, launch_from_vllm
+from kvpp_connectors.launch.problems import LaunchRefused
 from tests.contract.launches import MAX_LENGTH, engine_config, refuse
 from tests.contract.test_rules import GUIDE_MEMCACHE, GUIDE_MULTI, GUIDE_P2P
 
 ON = {"enable_kvpp": True}
 PROFILE = {"kvpp": {"cpu_profile": True}}
-PROFILE_WORKER = "kvpp_connectors.engine.cpu.CpuProfileWorker"
+PROFILE_WORKER = "kvpp_connectors.engine.cpu.worker.CpuProfileWorker"
 PLATFORM_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvpp_connectors.demo.model import TinyModel
-from kvpp_connectors.launch import Launch
-from kvpp_connectors.rules import check
+from kvpp_connectors.launch.facts import Launch
+from kvpp_connectors.launch.rules import check
 from tests.contract.checking import Checked, check_all
 from tests.contract.documents import DOCS, table
 from tests.contract.processes import run

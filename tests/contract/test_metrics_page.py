@@ -7,8 +7,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from kvpp_connectors.connector.host import free_ports
 from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
-from kvpp_connectors.host import free_ports
 from kvpp_core.errors import KvppError
 from kvpp_core.stats import PipelineStats
 

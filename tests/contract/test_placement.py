@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvpp_connectors.config import KvppOptions
 from kvpp_connectors.engine.placement import (
     backing_buffer,
     block_size_of,
@@ -26,6 +25,7 @@ from kvpp_connectors.engine.placement import (
     read_bundles,
 )
 from kvpp_connectors.engine.worker import KvppWorkerMixin
+from kvpp_connectors.launch.options import KvppOptions
 from kvpp_core.bundles import Component
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.errors import PlanError

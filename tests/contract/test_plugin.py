@@ -22,14 +22,14 @@ from tests.contract.processes import run_python
 
 PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
 MAY_IMPORT_VLLM = {
-    *(f"kvpp_connectors.engine.{name}" for name in ("cpu", "cpu_sfa", "cuda")),
+    *(f"kvpp_connectors.engine.{name}" for name in ("cpu.worker", "cpu.sparse_mla", "cuda")),
     *(
         f"kvpp_connectors.{kind}.{name}"
         for kind in ("p2p", "pool")
         for name in ("connector", "messages", "metrics")
     ),
     "kvpp_connectors.multi.connector",
-    "kvpp_connectors.shell",  # what the connectors have in common
+    "kvpp_connectors.connector.base",  # what the connectors have in common
 }
 
 # One process, because importing vLLM costs 10 to 25 seconds: it registers the plug-in, then takes
@@ -221,8 +221,8 @@ def test_what_is_not_for_us_goes_to_the_platform_untouched(
 
 FOR_US = {
     **{key: config_of({key: True}) for key in ("enable_kvpp", "kvpp", "enable_kvp", "KVPP_size")},
-    "our worker class": config_of({}, "kvpp_connectors.engine.cpu.KvppCpuWorker"),
-    "our worker class with an object": config_of(object(), "kvpp_connectors.engine.cpu.Any"),
+    "our worker class": config_of({}, "kvpp_connectors.engine.cpu.worker.KvppCpuWorker"),
+    "our worker class with an object": config_of(object(), "kvpp_connectors.engine.cpu.worker.Any"),
 }
 
 
@@ -231,7 +231,7 @@ def test_what_may_be_for_us_is_examined_and_configured_once(
     platform: type[Platform], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Misspelt keys too: who reads them says so. The platform's own hooks run as well."""
-    from kvpp_connectors.engine import setup
+    from kvpp_connectors.engine import configure as setup
 
     calls: list[Any] = []
 

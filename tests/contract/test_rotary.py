@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvpp_connectors.engine.rotary import check_model, check_rotary
+from kvpp_connectors.engine.cpu.rotary import check_model, check_rotary
 from kvpp_core.errors import KvppError
 
 OFF, ON = "-rotary_embedding", "+rotary_embedding"
@@ -262,7 +262,7 @@ def test_only_models_with_mla_are_judged_by_its_slices(
     """The CPU profile on a model without MLA leaves vLLM's kernel on, which is right there."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from kvpp_connectors.engine.cpu import CpuProfileWorker
+    from kvpp_connectors.engine.cpu.worker import CpuProfileWorker
 
     monkeypatch.setattr(CPUWorker, "load_model", lambda self, load_dummy_weights: None)
     model = model_of(layer=spoiled(rope(OFF)))

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.launch import Connector, Launch
-from kvpp_connectors.problems import LaunchRefused, Severity
-from kvpp_connectors.rules import CACHE_UPDATE, CONNECTOR_RULES, LAUNCH_RULES, check
+from kvpp_connectors.launch.facts import Connector, Launch
+from kvpp_connectors.launch.problems import LaunchRefused, Severity
+from kvpp_connectors.launch.rules import CACHE_UPDATE, CONNECTOR_RULES, LAUNCH_RULES, check
 
 P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 EXTRA = "kv_connector_extra_config"
@@ -281,7 +281,7 @@ LEGAL = {
     ),
     "the platform's own worker": Launch(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
     "the worker of a launch that was configured before": Launch(
-        worker_cls="kvpp_connectors.engine.cpu.KvppCpuWorker"
+        worker_cls="kvpp_connectors.engine.cpu.worker.KvppCpuWorker"
     ),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.engine.sources import Sources
+from kvpp_connectors.vllm_api.sources import Sources
 
 FILES = {
     "vllm/__init__.py": "raise RuntimeError('imported')",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.engine.hooks import HOOKS, check_hooks
-from kvpp_connectors.engine.sources import Sources
-from kvpp_connectors.rules import FULL_GRAPHS
+from kvpp_connectors.launch.rules import FULL_GRAPHS
+from kvpp_connectors.vllm_api.hooks import HOOKS, check_hooks
+from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.wheels import Renamed, download, obtain
 

@@ -144,6 +144,6 @@ def test_vllm_finds_the_plugin_of_the_wheel(launch: Any, venv: Path, wheel: Path
 
 def test_a_launch_gets_the_worker_class_of_the_wheel(launch: Any, venv: Path) -> None:
     """Nobody but vLLM has loaded the plug-in in that process when the launch is configured."""
-    assert launch["worker_cls"] == "kvpp_connectors.engine.cpu.KvppCpuWorker"
+    assert launch["worker_cls"] == "kvpp_connectors.engine.cpu.worker.KvppCpuWorker"
     assert Path(launch["worker"]).is_relative_to(venv)
     assert Path(launch["core"]).is_relative_to(venv)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.engine.sources import Sources
+from kvpp_connectors.vllm_api.sources import Sources
 from tests.contract.processes import run
 
 __all__ = ["Renamed", "download", "obtain"]

@@ -1,7 +1,7 @@
 """The cache layouts of sparse and dense MLA on Ascend, as models for a rig.
 
 Each `CacheRow` is one row of vllm-ascend's layouts: the tensors that a layer keeps, with dtypes and
-elements per token as its runner makes them. The bytes come from `kvpp_connectors.model_shapes`,
+elements per token as its runner makes them. The bytes come from `kvpp_connectors.cli.model_shapes`,
 which `kvpp plan` uses; the two must agree.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvpp_connectors.model_shapes import NO_INDEXER, ModelShape
+from kvpp_connectors.cli.model_shapes import NO_INDEXER, ModelShape
 from kvpp_core.bundles import Component, LayerBundle, group_bundles
 from tests.core.rank_memory import Model
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kvpp_core.exchange import HeadExchange
-from kvpp_core.spans import SpanRecorder
+from kvpp_core.trace import SpanRecorder
 from tests.core.gloo_world import GlooWorld, Rank
 
 RANKS, TOKENS, HEADS, SIZE, WIDTH = 4, 5, 2, 7, 4

@@ -13,8 +13,8 @@ from itertools import pairwise
 import pytest
 
 from kvpp_core.policy import BroadcastPolicy
-from kvpp_core.spans import BroadcastSpans, Lane, Recording, Span, SpanRecorder
 from kvpp_core.stats import PipelineStats
+from kvpp_core.trace import BroadcastSpans, Lane, Recording, Span, SpanRecorder
 from tests.core.gloo_world import GlooWorld, Rank
 from tests.core.rig import ACTIVE, DEVICES, PATIENCE, DeviceKind, Rig, rig
 

@@ -73,7 +73,7 @@ def test_a_top_k_as_long_as_the_context_is_dense_attention(tmp_path: Path) -> No
 @given(st.data())
 def test_the_choice_equals_plain_loops(data: st.DataObject) -> None:
     """Chunks of any size at the end of a context, top-k below and above its length."""
-    from kvpp_connectors.engine.cpu_sfa import choose_positions
+    from kvpp_connectors.engine.cpu.sparse_mla import choose_positions
 
     length = data.draw(st.integers(1, 24))
     new = data.draw(st.integers(1, length))
@@ -100,7 +100,7 @@ def test_the_choice_equals_plain_loops(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", ["main", "indexer"])
 def test_c8_rows_hold_what_was_written_within_float8(kind: str) -> None:
     """656 and 132 bytes a row; rotary values keep bfloat16, tiles have scales of their own."""
-    from kvpp_connectors.engine.cpu_sfa_rows import indexer_rows, main_rows
+    from kvpp_connectors.engine.cpu.sparse_rows import indexer_rows, main_rows
 
     rows, values, width = (
         (main_rows("fp8_ds_mla", 512), 576, 656)
@@ -123,7 +123,7 @@ def test_c8_rows_hold_what_was_written_within_float8(kind: str) -> None:
 
 def test_experts_of_other_ranks_count_nothing() -> None:
     """Global ids become the rank's own; the others' weights become 0."""
-    from kvpp_connectors.engine.cpu_experts import local_experts
+    from kvpp_connectors.engine.cpu.experts import local_experts
 
     expert_map = torch.tensor([-1, -1, 0, 1], dtype=torch.int32)
     weights = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
@@ -135,7 +135,7 @@ def test_experts_of_other_ranks_count_nothing() -> None:
 
 def test_a_compiled_sparse_model_is_refused() -> None:
     """The buffer of chosen positions is invisible to a graph: wrong answers, so no start."""
-    from kvpp_connectors.engine import cpu_sfa
+    from kvpp_connectors.engine.cpu import sparse_mla as cpu_sfa
     from kvpp_core.errors import KvppError
 
     with pytest.raises(KvppError, match="VLLM_USE_BREAKABLE_CUDAGRAPH"):

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpp_connectors.host import own_host
+from kvpp_connectors.connector.host import own_host
 from tests.engine.harness import Request, Script, kvpp_off, kvpp_on, random_tokens, start_engine
 
 pytestmark = pytest.mark.engine

@@ -1,4 +1,4 @@
-"""What `kvpp trace` records in a real engine: prompts in chunks, answers, saved, and loaded again.
+"""What `benchmarks trace` records in a real engine: prompts, answers, saved and loaded again.
 
 Two ranks, layer by layer over a real Mooncake store.
 """
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.cli.trace import patient
-from kvpp_connectors.cli.trace_events import chrome_trace
-from kvpp_connectors.cli.trace_figures import TracedStep, by_kind
+from benchmarks.trace.command import patient
+from benchmarks.trace.events import chrome_trace
+from benchmarks.trace.figures import TracedStep, by_kind
+from benchmarks.trace.traced import TraceJob, TraceResult, run
 from kvpp_connectors.demo.pool import serving_pool
-from kvpp_connectors.demo.traced import TraceJob, TraceResult, run
-from kvpp_core.spans import Lane, Span
+from kvpp_core.trace import Lane, Span
 from tests.cli.chrome_events import check_events
 from tests.fork_server import call_apart, forked_workers
 

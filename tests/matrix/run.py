@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.host import free_ports
+from kvpp_connectors.connector.host import free_ports
 from tests.engine import tiny_models
 from tests.fork_server import CONTEXT
 from tests.matrix.cells import SPECULATION, Cell

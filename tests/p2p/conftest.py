@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kvpp_connectors.transport import TransferEngine
+from kvpp_connectors.connector.transfer_engine import TransferEngine
 from tests.p2p.kv_memory import new_arena
 
 

@@ -7,9 +7,9 @@ import threading
 from typing import Any, Literal
 from unittest import mock
 
-from kvpp_connectors.p2p.control import ControlClient
-from kvpp_connectors.p2p.wire import Confirm, Reply, Request
-from kvpp_connectors.transport import Read, process_engine
+from kvpp_connectors.connector.transfer_engine import Read, process_engine
+from kvpp_connectors.p2p.protocol import Confirm, Reply, Request
+from kvpp_connectors.p2p.rpc import ControlClient
 from tests.engine.faults import WorkerFaults
 from tests.p2p.sides import PATIENCE
 

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
 from kvpp_connectors.p2p.caches import cache_regions
-from kvpp_connectors.p2p.offer import read_offer
-from kvpp_connectors.p2p.puller import Pull, Puller, PullerSettings, PullResult
-from kvpp_connectors.p2p.reads import ReadEngine
-from kvpp_connectors.p2p.wire import Description
+from kvpp_connectors.p2p.fetcher import Pull, Puller, PullerSettings, PullResult
+from kvpp_connectors.p2p.protocol import Description
+from kvpp_connectors.p2p.read_window import ReadEngine
+from kvpp_connectors.p2p.transfer_params import read_offer
 from kvpp_connectors.p2p.worker import Ranks
-from kvpp_connectors.transport import Read, TransferEngine
 from kvpp_core.layout import Placement
 from tests.core.rank_memory import ALIGNED, UNALIGNED, uneven_model
 from tests.p2p.conftest import Machine

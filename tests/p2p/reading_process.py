@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.p2p.reads import read_all
-from kvpp_connectors.transport import Read, TransferEngine
+from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
+from kvpp_connectors.p2p.read_window import read_all
 from tests.p2p.serving_process import PATTERN
 
 __all__ = ["CHUNK", "EMPTY", "Local", "Reader", "local_for", "reading_process"]

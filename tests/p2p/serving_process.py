@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kvpp_connectors.transport import TransferEngine
+from kvpp_connectors.connector.transfer_engine import TransferEngine
 
 __all__ = ["PATTERN", "Server", "serving_process"]
 

@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 
+from kvpp_connectors.connector.transfer_engine import TransferEngine
 from kvpp_connectors.p2p import worker as worker_module
-from kvpp_connectors.p2p.config import P2pOptions
+from kvpp_connectors.p2p.facts import EngineFacts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
+from kvpp_connectors.p2p.options import P2pOptions
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.settings import EngineFacts
 from kvpp_connectors.p2p.worker import Ranks, WorkerSide
-from kvpp_connectors.transport import TransferEngine
 from kvpp_core.layout import RankLayout
 
 __all__ = [

@@ -17,8 +17,7 @@ import pytest
 import torch
 import zmq
 
-from kvpp_connectors.p2p.control import ControlClient, ControlServer, PeerUnreachable
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p.protocol import (
     Codec,
     Describe,
     Description,
@@ -31,6 +30,7 @@ from kvpp_connectors.p2p.wire import (
     Request,
     Valid,
 )
+from kvpp_connectors.p2p.rpc import ControlClient, ControlServer, PeerUnreachable
 from kvpp_connectors.p2p.worker import Ranks
 from kvpp_core.errors import KvppError
 from tests.p2p.conftest import Machine

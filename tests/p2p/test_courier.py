@@ -14,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p.control import ControlServer
-from kvpp_connectors.p2p.courier import Courier
-from kvpp_connectors.p2p.offer import Offer, OfferDetails
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p.heartbeat import Courier
+from kvpp_connectors.p2p.protocol import (
     Gone,
     Granted,
     Release,
@@ -28,6 +26,8 @@ from kvpp_connectors.p2p.wire import (
     WorkerAddress,
     party_of,
 )
+from kvpp_connectors.p2p.rpc import ControlServer
+from kvpp_connectors.p2p.transfer_params import Offer, OfferDetails
 from tests.p2p.sides import PATIENCE, eventually, listening
 
 HOST = "127.0.0.1"
@@ -213,7 +213,7 @@ def test_leases_beyond_the_limit_rely_on_their_first_term(
     courier: Courier, endpoint: LeaseEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2.2: memory is bounded."""
-    monkeypatch.setattr("kvpp_connectors.p2p.courier._MOST", 1)
+    monkeypatch.setattr("kvpp_connectors.p2p.heartbeat._MOST", 1)
     courier.keep("first", endpoint.offer("first"))
     courier.keep("second", endpoint.offer("second"))
     eventually(lambda: endpoint.count(Renew, "first") >= 2)

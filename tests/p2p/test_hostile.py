@@ -17,8 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvpp_connectors.p2p.control import ControlClient, ControlServer
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p.protocol import (
     MAX_REQUEST,
     Codec,
     Confirm,
@@ -30,6 +29,7 @@ from kvpp_connectors.p2p.wire import (
     Reply,
     Request,
 )
+from kvpp_connectors.p2p.rpc import ControlClient, ControlServer
 from tests.p2p.sides import eventually
 
 KEY = b"a key that all nodes share"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p import puller as puller_module
-from kvpp_connectors.p2p.plan import choose_sources
-from kvpp_connectors.p2p.wire import Description, Region
+from kvpp_connectors.p2p import fetcher as puller_module
+from kvpp_connectors.p2p.protocol import Description, Region
+from kvpp_connectors.p2p.read_plan import choose_sources
 from tests.p2p.conftest import Machine
 from tests.p2p.pull_rig import REMOTE, WORKER, rig
 from tests.p2p.sides import PATIENCE, Prefill, engine_facts

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.p2p.reads import Outcome, read_all
-from kvpp_connectors.transport import Read
+from kvpp_connectors.connector.transfer_engine import Read
+from kvpp_connectors.p2p.read_window import Outcome, read_all
 from tests.p2p.conftest import Machine
 from tests.p2p.reading_process import CHUNK, EMPTY, Local, local_for, reading_process
 from tests.p2p.serving_process import PATTERN, Server, serving_process

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvpp_connectors.p2p.fetcher import Pull
 from kvpp_connectors.p2p.messages import WorkerHandshake
-from kvpp_connectors.p2p.puller import Pull
+from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.wire import WorkerAddress
 from tests.p2p.sides import BLOCK_SIZE, engine_facts, eventually, listening, request
 
 WORKER = WorkerAddress("127.0.0.1", 15000, "epoch")

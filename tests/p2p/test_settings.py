@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p.config import KEY_VARIABLE, listening_host, read_key, read_options
-from kvpp_connectors.p2p.settings import EngineFacts, engine_facts
+from kvpp_connectors.p2p.facts import EngineFacts, engine_facts
+from kvpp_connectors.p2p.options import KEY_VARIABLE, listening_host, read_key, read_options
 from kvpp_core.errors import KvppError
 
 NUMBERS = {"num_hidden_layers": 5, "kv_lora_rank": 512, "rope_parameters": {"factor": 40.0}}

@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpp_connectors.p2p.control import ControlClient
+from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
-from kvpp_connectors.p2p.plan import split_shares
-from kvpp_connectors.p2p.sharing import Board
-from kvpp_connectors.p2p.wire import Noted, Refused, Region, ShareEnded
+from kvpp_connectors.p2p.peer_sharing import Board
+from kvpp_connectors.p2p.protocol import Noted, Refused, Region, ShareEnded
+from kvpp_connectors.p2p.read_plan import split_shares
+from kvpp_connectors.p2p.rpc import ControlClient
 from kvpp_connectors.p2p.worker import WorkerSide
-from kvpp_connectors.transport import Read, TransferEngine
 from tests.core.rank_memory import UNALIGNED
 from tests.p2p.conftest import Machine
 from tests.p2p.kv_memory import KvMemory, laid_out

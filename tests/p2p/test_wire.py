@@ -19,8 +19,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.p2p import wire
-from kvpp_connectors.p2p.wire import (
+from kvpp_connectors.p2p import protocol as wire
+from kvpp_connectors.p2p.protocol import (
     CLOCK_SKEW,
     MAX_REPLY,
     MAX_REQUEST,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpp_connectors.pool.objects import BlockObject, BlockStore, Staging
+from kvpp_connectors.pool.block_objects import BlockObject, BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from tests.core.rank_memory import RankMemory
 from tests.pool.stores import Store

@@ -9,9 +9,9 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.mooncake_http import MasterHttp
-from kvpp_connectors.pool.mooncake_servers import MasterAddress, master_command
+from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.mooncake_admin.master_http import MasterHttp
+from kvpp_connectors.mooncake_admin.servers import MasterAddress, master_command
 
 __all__ = ["Master", "wait_until"]
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvpp_connectors.pool.backends.base import PoolUnavailable
-from kvpp_connectors.pool.backends.memcache import MemCacheBackend, MemoryKind, new_client
-from kvpp_connectors.pool.guard import GuardedBackend
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.base import PoolUnavailable
+from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind, new_client
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 
 
 class Served:

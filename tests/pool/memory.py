@@ -7,7 +7,7 @@ import itertools
 import zlib
 from collections.abc import Sequence
 
-from kvpp_connectors.pool.backends.base import Buffer
+from kvpp_connectors.pool.store.base import Buffer
 
 __all__ = ["Memory", "bytes_of"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.host import free_ports
+from kvpp_connectors.connector.host import free_ports
 from tests.pool.master import wait_until
 
 __all__ = ["Client", "MetaService", "memcache_path"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvpp_connectors.pool.backends.base import Buffer, Outcome, PoolUnavailable, Result, all_ended
+from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result, all_ended
 
 __all__ = ["ScriptedBackend"]
 

@@ -8,9 +8,9 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.backends.base import PoolUnavailable
-from kvpp_connectors.pool.mooncake_servers import STORE_ENVIRONMENT, store_command
+from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.mooncake_admin.servers import STORE_ENVIRONMENT, store_command
+from kvpp_connectors.pool.store.base import PoolUnavailable
 from tests.pool.master import Master, wait_until
 
 __all__ = ["StoreProcess", "lent_pool"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpp_connectors.pool.backends.base import Backend
-from kvpp_connectors.pool.backends.memcache import MemCacheBackend, MemoryKind
-from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
+from kvpp_connectors.pool.store.base import Backend
+from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
+from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 from tests.pool.master import Master
 from tests.pool.memcache_stand_in import InMemoryMemCacheStandIn, StandInPool
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import Backend, Buffer, PoolUnavailable, Result
-from kvpp_connectors.pool.backends.memcache import MemCacheBackend, MemoryKind
-from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-from kvpp_connectors.pool.backends.mooncake_settings import (
+from kvpp_connectors.pool.store.base import Backend, Buffer, PoolUnavailable, Result
+from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
+from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake_settings import (
     MooncakeSettings,
     read_mooncake_settings,
 )

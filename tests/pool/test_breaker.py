@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import Buffer, Outcome, PoolUnavailable, Result
-from kvpp_connectors.pool.breaker import Breaker, BreakerState
-from kvpp_connectors.pool.guard import GuardedBackend
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result
+from kvpp_connectors.pool.store.circuit_breaker import Breaker, BreakerState
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 from tests.pool.scripted import ScriptedBackend
 
 WAIT_S = 20.0

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import Backend, Outcome, PoolUnavailable, Result
+from kvpp_connectors.pool.store.base import Backend, Outcome, PoolUnavailable, Result
 from tests.pool.memory import Memory, bytes_of
 from tests.pool.stores import SEGMENT, Store
 

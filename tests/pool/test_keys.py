@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpp_connectors.connector.weights import weights_identity
 from kvpp_connectors.pool.keys import (
     MAX_KEY,
     Fingerprint,
@@ -28,7 +29,6 @@ from kvpp_connectors.pool.keys import (
     model_numbers,
     parse_key,
 )
-from kvpp_connectors.pool.weights import weights_identity
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError
 from kvpp_core.manifest import Manifest

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import PoolUnavailable
 from kvpp_connectors.pool.lookup import Hit, Lookup
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.base import PoolUnavailable
 from tests.pool.scripted import ScriptedBackend
 
 WAIT_S = 20.0

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from kvpp_connectors.pool.backends.memcache import MemCacheBackend
+from kvpp_connectors.pool.store.memcache import MemCacheBackend
 from tests.pool.metaservice import ROOT, memcache_path
 from tests.pool.stores import MemCacheStandInStore
 

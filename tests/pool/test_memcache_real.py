@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import PoolUnavailable, Result
-from kvpp_connectors.pool.backends.memcache import new_client
 from kvpp_connectors.pool.keys import MAX_KEY
+from kvpp_connectors.pool.store.base import PoolUnavailable, Result
+from kvpp_connectors.pool.store.memcache import new_client
 from tests.pool.master import wait_until
 from tests.pool.metaservice import Client, MetaService
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.pool.backends.base import PoolUnavailable, Result
-from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-from kvpp_connectors.pool.backends.mooncake_settings import MooncakeSettings
-from kvpp_connectors.pool.breaker import BreakerState
-from kvpp_connectors.pool.guard import GuardedBackend
+from kvpp_connectors.connector.transfer_engine import TransferEngine
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.transport import TransferEngine
+from kvpp_connectors.pool.store.base import PoolUnavailable, Result
+from kvpp_connectors.pool.store.circuit_breaker import BreakerState
+from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 from tests.pool.master import Master, wait_until
 from tests.pool.memory import Memory, bytes_of
 from tests.pool.stores import SEGMENT, MooncakeStore

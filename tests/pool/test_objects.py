@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpp_connectors.pool.backends.base import Result
-from kvpp_connectors.pool.objects import (
+from kvpp_connectors.pool.block_objects import (
     HEADER_BYTES,
     BlockObject,
     BlockStore,
@@ -18,6 +17,7 @@ from kvpp_connectors.pool.objects import (
     write_header,
 )
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_connectors.pool.store.base import Result
 from kvpp_core.errors import KvppError
 from tests.core.rank_memory import RankMemory, uneven_model
 from tests.pool.block_stores import LAYERS, RANKS, STAGING, objects, opened

@@ -21,13 +21,13 @@ from typer.testing import CliRunner, Result
 
 from kvpp_connectors.cli import pool as command
 from kvpp_connectors.cli.main import app
-from kvpp_connectors.host import free_ports
-from kvpp_connectors.pool.backends.base import PoolUnavailable
-from kvpp_connectors.pool.backends.mooncake import MooncakeBackend
-from kvpp_connectors.pool.backends.mooncake_settings import read_mooncake_settings
+from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.mooncake_admin.master_http import MasterHttp, status_of
+from kvpp_connectors.mooncake_admin.servers import MasterAddress
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard, Topology
-from kvpp_connectors.pool.mooncake_http import MasterHttp, status_of
-from kvpp_connectors.pool.mooncake_servers import MasterAddress
+from kvpp_connectors.pool.store.base import PoolUnavailable
+from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake_settings import read_mooncake_settings
 from tests.pool.master import Master, wait_until
 from tests.pool.memory import Memory, bytes_of
 from tests.pool.stores import SEGMENT, MooncakeStore

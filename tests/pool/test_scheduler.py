@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.pool.config import PoolOptions
+from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.keys import Fingerprint, Namespace, Topology
 from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.options import PoolOptions
 from kvpp_connectors.pool.scheduler import PoolScheduler
-from kvpp_connectors.pool.settings import PoolFacts
 from kvpp_connectors.pool.stats import PoolStats
 
 BLOCK = 16

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvpp_connectors.pool import connector as pool_connector
-from kvpp_connectors.pool import guard
 from kvpp_connectors.pool.connector import AscendStoreConnector
 from kvpp_connectors.pool.messages import PoolWorkerFacts
+from kvpp_connectors.pool.store import resilient as guard
 from tests.contract.launches import write_mla
 from tests.pool.scripted import ScriptedBackend
 from tests.safety.site import Kind, Launch

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvpp_connectors.pool.mooncake_http import MasterHttp
+from kvpp_connectors.mooncake_admin.master_http import MasterHttp
 from tests.engine import tiny_models
 from tests.engine.harness import Request, Script, kvpp_off, kvpp_on, random_tokens, start_engine
 from tests.fork_server import call_apart

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpp_connectors.pool.messages import BlockJob
-from kvpp_connectors.pool.tracking import Tracked
+from kvpp_connectors.pool.requests import Tracked
 
 HASHES = [bytes([number] * 8) for number in range(40)]
 

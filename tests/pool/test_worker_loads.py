@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpp_connectors.pool.background import one_thread
+from kvpp_connectors.connector.threads import one_thread
 from kvpp_connectors.pool.messages import PoolStep
 from kvpp_connectors.pool.packing import CacheBlocks
 from kvpp_connectors.pool.worker import PoolWorker

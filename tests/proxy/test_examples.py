@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvpp_connectors.host import free_ports
+from kvpp_connectors.connector.host import free_ports
 from tests.contract.processes import run
 from tests.proxy.world import BOUND_S, looped, until
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome, Result
+from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, Result
 
 __all__ = ["Fault", "FaultyStore", "Move", "What"]
 

@@ -7,13 +7,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvpp_connectors.pool.backends.base import Backend
+from kvpp_connectors.pool.block_objects import Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
-from kvpp_connectors.pool.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.messages import BlockJob
-from kvpp_connectors.pool.objects import Staging
+from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.packing import Inventory
-from kvpp_core.spans import SpanRecorder
+from kvpp_connectors.pool.store.base import Backend
+from kvpp_core.trace import SpanRecorder
 from tests.core.rank_memory import RankMemory
 from tests.pool.stores import MemCacheStandInStore
 from tests.pool.test_keys import BASE, KVPP

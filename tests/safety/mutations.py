@@ -75,14 +75,14 @@ MUTATIONS = [
     ),
     Mutation(
         "S1", "a failed batch returns while its other reads still write",
-        "kvpp_connectors/p2p/reads.py",
+        "kvpp_connectors/p2p/read_window.py",
         "    while running or (waiting and problem is None):",
         "    while problem is None and (running or waiting):",
         f"{S01}::test_a_failed_pull_ends_after_the_last_read_that_can_still_write",
     ),
     Mutation(
         "S2", "an aborted pull has no result",
-        "kvpp_connectors/p2p/puller.py",
+        "kvpp_connectors/p2p/fetcher.py",
         "                self._results.append(result)\n",
         "                if result.reason != 'cancelled':\n"
         "                    self._results.append(result)\n",
@@ -90,7 +90,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S2", "an aborted pull is answered before its reads have ended",
-        "kvpp_connectors/p2p/reads.py",
+        "kvpp_connectors/p2p/read_window.py",
         "        problem = problem or stop()\n",
         "        if (problem := problem or stop()) is not None:\n"
         "            return Outcome(done, problem)\n",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S3", "bytes count that were read after the lease",
-        "kvpp_connectors/p2p/puller.py",
+        "kvpp_connectors/p2p/fetcher.py",
         "        lease.confirm()\n", "",
         f"{S03}::test_bytes_that_were_read_after_the_lease_had_expired_do_not_count",
     ),
@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S3", "reads have no bound",
-        "kvpp_connectors/p2p/puller.py",
+        "kvpp_connectors/p2p/fetcher.py",
         "            if time.monotonic() > deadline:", "            if False:",
         f"{S03}::test_reads_that_take_too_long_are_given_up",
     ),
@@ -164,13 +164,13 @@ MUTATIONS = [
     ),
     Mutation(
         "S4", "a pool's load that brought not every block ends well",
-        "kvpp_connectors/pool/layerwise.py",
+        "kvpp_connectors/pool/modes/layerwise.py",
         "            if bad:\n", "            if False:\n",
         f"{S04}::test_a_step_from_a_pool_has_the_pools_bytes_or_says_which_it_has_not",
     ),
     Mutation(
         "S4", "what a failed load left in a block is taken for computed",
-        "kvpp_connectors/pool/spoilt.py",
+        "kvpp_connectors/pool/invalid_blocks.py",
         "        return sorted(self._reported)\n", "        return []\n",
         S04 + "::test_blocks_of_a_request_that_is_aborted_before_it_computes_them",
     ),
@@ -182,7 +182,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S5", "a step starts before its draft layers are loaded",
-        "kvpp_connectors/pool/layerwise.py",
+        "kvpp_connectors/pool/modes/layerwise.py",
         "wait([self._begin(layer, Future())])", "self._begin(layer, Future())",
         f"{S05}::test_a_step_starts_when_its_draft_layers_are_loaded",
     ),
@@ -201,7 +201,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S6", "a block is marked as whole although a layer was not saved",
-        "kvpp_connectors/pool/layerwise.py",
+        "kvpp_connectors/pool/modes/layerwise.py",
         "            if is_whole\n", "",
         f"{S06}::test_a_block_of_which_any_layer_was_not_saved_ends_the_hit",
     ),
@@ -241,7 +241,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S8", "a rank that owns nothing takes a step with loads for one without",
-        "kvpp_connectors/pool/layerwise.py",
+        "kvpp_connectors/pool/modes/layerwise.py",
         "        return self._fences if self._jobs else None\n",
         "        return self._fences or None\n",
         f"{S08}::test_a_step_is_guarded_on_all_ranks_or_none",
@@ -255,7 +255,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S9", "a save says that it has read its blocks before it has",
-        "kvpp_connectors/pool/objects.py",
+        "kvpp_connectors/pool/block_objects.py",
         "                if number == len(batches):\n", "                if number == 1:\n",
         f"{S09}::test_a_save_has_read_its_blocks_when_it_says_so",
     ),
@@ -267,7 +267,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S9", "a preempted request is saved from blocks that were its own",
-        "kvpp_connectors/pool/tracking.py",
+        "kvpp_connectors/pool/requests.py",
         "        self._filled.clear()\n        self.blocks, self.done, self.holds = [], 0, False\n",
         "        self.holds = False\n",
         "tests/pool/test_tracking.py::test_nothing_of_a_preempted_request_is_told",
@@ -298,14 +298,14 @@ MUTATIONS = [
     ),
     Mutation(
         "S11", "an object of another key is taken for one's own",
-        "kvpp_connectors/pool/objects.py",
+        "kvpp_connectors/pool/block_objects.py",
         "        return outcome if wrong is None else Outcome(Result.FOREIGN, words=wrong)",
         "        return outcome",
         f"{S11}::test_a_foreign_object_is_never_loaded",
     ),
     Mutation(
         "S12", "a pull's reads are one block off",
-        "kvpp_connectors/p2p/plan.py",
+        "kvpp_connectors/p2p/read_plan.py",
         "                    theirs.base + remote_blocks[start] * theirs.stride,",
         "                    theirs.base + max(remote_blocks[start] - 1, 0) * theirs.stride,",
         f"{S12}::test_a_pull_changes_what_it_should_and_no_other_byte",

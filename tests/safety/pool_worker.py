@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from kvpp_connectors.pool.config import PoolOptions
-from kvpp_connectors.pool.guard import GuardedBackend
-from kvpp_connectors.pool.settings import PoolFacts
+from kvpp_connectors.connector.process import KvppFacts
+from kvpp_connectors.pool.facts import PoolFacts
+from kvpp_connectors.pool.options import PoolOptions
 from kvpp_connectors.pool.stats import PoolStats
+from kvpp_connectors.pool.store.resilient import GuardedBackend
 from kvpp_connectors.pool.worker import PoolWorker, Ranks
-from kvpp_connectors.registry import KvppFacts
 from tests.core.rank_memory import RankMemory
 from tests.pool.test_packing import caches_of
 from tests.safety.faulty_store import FaultyStore

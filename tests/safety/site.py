@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvpp_connectors.p2p.courier import Courier
-from kvpp_connectors.p2p.offer import OFFER_VERSION, Offer, OfferDetails, make_params, read_offer
-from kvpp_connectors.p2p.wire import Confirm, Granted, Open, Release, Renew, WorkerAddress
+from kvpp_connectors.p2p.heartbeat import Courier
+from kvpp_connectors.p2p.protocol import Confirm, Granted, Open, Release, Renew, WorkerAddress
+from kvpp_connectors.p2p.transfer_params import (
+    OFFER_VERSION,
+    Offer,
+    OfferDetails,
+    make_params,
+    read_offer,
+)
 from kvpp_connectors.pool.lookup import Hit, Lookup
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from tests.contract.launches import engine_config

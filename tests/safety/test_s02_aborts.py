@@ -18,9 +18,9 @@ from unittest import mock
 
 import pytest
 
-from kvpp_connectors.p2p.control import ControlClient
-from kvpp_connectors.p2p.puller import Pull
-from kvpp_connectors.p2p.wire import Confirm, Open, Reply, Request
+from kvpp_connectors.p2p.fetcher import Pull
+from kvpp_connectors.p2p.protocol import Confirm, Open, Reply, Request
+from kvpp_connectors.p2p.rpc import ControlClient
 from tests.p2p.conftest import Machine
 from tests.p2p.pull_rig import LOCAL, held_reads, rig
 from tests.p2p.sides import PATIENCE

@@ -14,9 +14,9 @@ from typing import Literal, get_args
 
 import pytest
 
-from kvpp_connectors.p2p.control import ask_once
-from kvpp_connectors.p2p.offer import read_offer
-from kvpp_connectors.p2p.wire import Confirm, Granted, Open, Release, Renew, Request, Valid
+from kvpp_connectors.p2p.protocol import Confirm, Granted, Open, Release, Renew, Request, Valid
+from kvpp_connectors.p2p.rpc import ask_once
+from kvpp_connectors.p2p.transfer_params import read_offer
 from tests.core.gloo_world import GlooWorld
 from tests.core.lost_peer import Lost, lost_peer
 from tests.core.rig import PATIENCE, QUEUING, DeviceKind

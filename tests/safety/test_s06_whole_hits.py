@@ -13,9 +13,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvpp_connectors.pool.block_objects import BlockObject, BlockStore, Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard, Topology
 from kvpp_connectors.pool.lookup import Lookup
-from kvpp_connectors.pool.objects import BlockObject, BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_core.manifest import Manifest

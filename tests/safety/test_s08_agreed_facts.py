@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.engine.steps import read_step
+from kvpp_connectors.vllm_api.scheduler_output import read_step
 from kvpp_core.errors import ManifestMismatch
 from kvpp_core.group import make_group
 from kvpp_core.history import BlockHistory

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpp_connectors.pool.block_objects import HEADER_BYTES
 from kvpp_connectors.pool.keys import Namespace, Shard
 from kvpp_connectors.pool.messages import PoolStep
-from kvpp_connectors.pool.objects import HEADER_BYTES
 from kvpp_connectors.pool.packing import Inventory
 from tests.core.rank_memory import RankMemory, uneven_model
 from tests.core.rig import PATIENCE

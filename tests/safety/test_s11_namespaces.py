@@ -15,10 +15,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpp_connectors.pool.backends.base import Result
+from kvpp_connectors.pool.block_objects import HEADER_BYTES, BlockStore, Staging, write_header
 from kvpp_connectors.pool.keys import Namespace
-from kvpp_connectors.pool.objects import HEADER_BYTES, BlockStore, Staging, write_header
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+from kvpp_connectors.pool.store.base import Result
 from tests.core.rank_memory import uneven_model
 from tests.pool.block_stores import LAYERS, RANKS, objects, opened
 from tests.pool.stores import Store

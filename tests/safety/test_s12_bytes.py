@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.p2p.reads import ReadEngine
-from kvpp_connectors.pool.backends.base import Backend, Buffer, Outcome
-from kvpp_connectors.pool.objects import HEADER_BYTES, BlockStore, Staging
+from kvpp_connectors.connector.transfer_engine import Read
+from kvpp_connectors.p2p.read_window import ReadEngine
+from kvpp_connectors.pool.block_objects import HEADER_BYTES, BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.transport import Read
+from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.byte_check import Seen
 from tests.core.gloo_world import GlooWorld

@@ -1,4 +1,4 @@
-"""Two minutes of `kvpp soak`: engines killed, frozen and started again under mixed traffic."""
+"""`benchmarks soak`, two minutes: engines killed, frozen and started again under traffic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOUND_S = 1000.0  # on a machine with other things to do
 @pytest.mark.timeout(1200)
 def test_two_minutes_of_traffic_leave_nothing_wrong(tmp_path: Path) -> None:
     """Answers, bounds, blocks, files, threads, mappings and memory."""
-    command = [sys.executable, "-m", "kvpp_connectors.cli", "soak", "--minutes=2"]
+    command = [sys.executable, "-m", "benchmarks", "soak", "--minutes=2"]
     environment = {**os.environ, "COLUMNS": "200"}
     del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # of tests' engines; servers need it
     running = subprocess.Popen(

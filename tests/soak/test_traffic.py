@@ -15,8 +15,8 @@ import psutil
 import pytest
 from aiohttp import web
 
-from kvpp_connectors.demo.accounts import GROWTH, Account, Ledger
-from kvpp_connectors.demo.traffic import Outcome, Question, Traffic, make_prompts
+from benchmarks.soak.accounts import GROWTH, Account, Ledger
+from benchmarks.soak.traffic import Outcome, Question, Traffic, make_prompts
 
 QUESTIONS = [Question([1, 2, 3], [7, 8, 9])]
 BOUND_S = 3.0  # more than any client's patience

@@ -26,8 +26,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvpp_connectors.engine.ascend_touch import hook_fused_decode
-from kvpp_connectors.engine.v023 import KvppWorkerMixin023
+from kvpp_connectors.engine.ascend.adapter_v023 import KvppWorkerMixin023
+from kvpp_connectors.engine.ascend.first_touch import hook_fused_decode
 
 __all__ = ["LATE", "KvppReferenceWorker", "ReferenceWorker", "install"]
 
@@ -40,8 +40,8 @@ def install() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.executor import multiproc_executor
 
-    from kvpp_connectors import rules
-    from kvpp_connectors.engine import setup
+    from kvpp_connectors.engine import configure as setup
+    from kvpp_connectors.launch import rules
 
     # Workers are forked: they have the stand-in, and pay no imports.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")

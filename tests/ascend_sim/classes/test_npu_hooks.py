@@ -16,8 +16,8 @@ import torch
 from vllm_ascend.attention import mla_v1, sfa_v1
 from vllm_ascend.device import device_op
 
-from kvpp_connectors.engine.ascend_hooks import FIRST_TOUCH, ONLY_DECODE
-from kvpp_connectors.engine.ascend_touch import hook_fused_decode, hook_implementation
+from kvpp_connectors.engine.ascend.first_touch import hook_fused_decode, hook_implementation
+from kvpp_connectors.vllm_api.names_ascend023 import FIRST_TOUCH, ONLY_DECODE
 
 NAME = "model.layers.0.self_attn.attn"
 LATENT, ROTARY, TOKENS = 512, 64, 3

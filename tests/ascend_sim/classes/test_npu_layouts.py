@@ -20,7 +20,7 @@ from vllm_ascend.attention.sfa_v1 import AscendSFABackend
 from vllm_ascend.core.kv_cache_interface import AscendMLAAttentionSpec
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
-from kvpp_connectors.engine.ascend_caches import (
+from kvpp_connectors.engine.ascend.caches import (
     ALIGNMENT,
     aligned_buffer,
     components_of,

@@ -1,0 +1,1 @@
+"""What measures this project itself; no part of the wheel."""

@@ -1,0 +1,237 @@
+"""Both sides of `python -m benchmarks p2p`: a source process that plays prefill, and decode ranks.
+
+Real endpoints, leases and transfer engines; no model.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from benchmarks.timeouts import ANSWER_S
+from benchmarks.worker_process import AskedProcess, answer_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from kvpp_connectors.connector.transfer_engine import TransferEngine
+    from kvpp_connectors.p2p.fetcher import PullResult
+    from kvpp_connectors.p2p.protocol import Description, Reply, Request, WorkerAddress
+    from kvpp_connectors.p2p.transfer_params import Offer
+
+__all__ = ["BOUND", "LAYERS", "WINDOW", "DecodeRank", "Shape", "Source"]
+
+HOST, LAYERS, WINDOW, BOUND = "127.0.0.1", 4, 16, 600.0
+_SERVED = 1  # every byte of the source
+_LOOK = 0.002  # seconds between two looks whether a pull has ended; no figure contains them
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The request that is pulled: ``blocks`` blocks of each layer, of pools twice as large."""
+
+    block: int  # bytes
+    blocks: int
+    scattered: bool
+
+    @property
+    def pool(self) -> int:
+        """Blocks of a layer's pool."""
+        return 2 * self.blocks
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of all layers' pools."""
+        return LAYERS * self.pool * self.block
+
+    @property
+    def remote(self) -> list[int]:
+        """The request's blocks at prefill."""
+        chosen = random.Random(0).sample(range(self.pool), self.blocks)
+        return sorted(chosen) if self.scattered else list(range(self.blocks))
+
+    @property
+    def local(self) -> list[int]:
+        """The request's blocks at decode."""
+        return list(range(self.blocks))
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole request."""
+        return LAYERS * self.blocks * self.block
+
+
+class Source(AskedProcess):
+    """The prefill side, in a process of its own: one for all shapes, its start takes seconds."""
+
+    def __init__(self, size: int) -> None:
+        """``size`` bytes are served."""
+        super().__init__("the source", _serve, size)
+
+    def use(self, shape: Shape) -> Description:
+        """Lay the caches out anew; what its worker keeps from now on."""
+        description: Description = self.ask(shape)
+        return description
+
+    def offer(self) -> Offer:
+        """A request that is ready to be read."""
+        offer: Offer = self.ask("offer")
+        return offer
+
+
+class DecodeRank:
+    """One rank of a decode engine; ``readers`` above 1 make it a member of a group that shares."""
+
+    def __init__(self, shape: Shape, reader: int = 0, readers: int = 1) -> None:
+        from kvpp_connectors.connector.transfer_engine import TransferEngine
+        from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
+        from kvpp_connectors.p2p.peer_sharing import Sharing
+        from kvpp_connectors.p2p.protocol import WorkerAddress
+        from kvpp_connectors.p2p.rpc import ControlServer
+
+        self._shape = shape
+        self.engine = TransferEngine(HOST, "tcp")
+        buffer = _buffer(self.engine, shape.pool_bytes, fill=0)
+        self.caches, self.own = _caches(self.engine, buffer, shape, f"rank {reader}")
+        settings = PullerSettings("decode", reader, readers, None, ANSWER_S, BOUND, WINDOW, 1)
+        sharing = Sharing(self.own, None, ANSWER_S, BOUND) if readers > 1 else None
+        self._puller: Puller = Puller(self.own, self.engine, settings, sharing)
+        self._server = ControlServer(HOST, 0, None, self._answer, what="decode rank", option="")
+        self.address: WorkerAddress = WorkerAddress(HOST, self._server.port, self.own.epoch)
+
+    def start(
+        self, offer: Offer, ticket: bytes | None = None, group: Sequence[WorkerAddress] = ()
+    ) -> None:
+        """Begin a pull."""
+        from kvpp_connectors.p2p.fetcher import Pull
+
+        named = {} if ticket is None else {"ticket": ticket}
+        shape = self._shape
+        self._puller.submit(
+            Pull("request", offer, tuple(shape.remote), tuple(shape.local), **named), group
+        )
+
+    def result(self) -> PullResult:
+        """Wait for the end of a pull that must succeed."""
+        deadline = time.monotonic() + BOUND
+        while not (results := self._puller.take_results()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the pull did not end within {BOUND:g} s")
+            time.sleep(_LOOK)
+        [result] = results
+        if result.problem is not None:
+            raise RuntimeError(f"the pull failed ({result.reason}): {result.problem}")
+        return result
+
+    def clear(self) -> None:
+        """Forget what has been read."""
+        for cache in self.caches:
+            cache.zero_()
+
+    def check(self) -> None:
+        """Every byte of the request must have been read since `clear`, and no other.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        local = self._shape.local
+        for layer, cache in enumerate(self.caches):
+            if not bool((cache[local] == _SERVED).all()) or int(cache.count_nonzero()) != (
+                len(local) * self._shape.block
+            ):
+                raise RuntimeError(f"layer {layer} does not hold just the bytes of its source")
+
+    def close(self) -> None:
+        """End its threads."""
+        self._puller.close()
+        self._server.close()
+
+    def _answer(self, request: Request) -> Reply:
+        from kvpp_connectors.p2p.protocol import Noted, ShareEnded
+
+        if isinstance(request, ShareEnded):
+            self._puller.hear(request)
+            return Noted()
+        return self.own
+
+
+def _caches(
+    engine: TransferEngine, buffer: torch.Tensor, shape: Shape, epoch: str
+) -> tuple[list[torch.Tensor], Description]:
+    """All layers' caches in one buffer, and their description."""
+    from kvpp_connectors.p2p.caches import cache_regions
+    from kvpp_connectors.p2p.protocol import Description
+
+    caches = list(buffer[: shape.pool_bytes].view(LAYERS, shape.pool, shape.block))
+    regions = cache_regions({f"layer {i}": cache for i, cache in enumerate(caches)})
+    return caches, Description(epoch, engine.session, "model", 16, "bytes", regions)
+
+
+def _buffer(engine: TransferEngine, size: int, fill: int) -> torch.Tensor:
+    import torch
+
+    buffer = torch.full((size,), fill, dtype=torch.uint8)
+    engine.register(buffer.untyped_storage())
+    return buffer
+
+
+class _Prefill:
+    """What a source process does: a worker's endpoint, a lease endpoint, and offers."""
+
+    def __init__(self, size: int) -> None:
+        from kvpp_connectors.connector.transfer_engine import TransferEngine
+        from kvpp_connectors.p2p.lease import LeaseBook
+        from kvpp_connectors.p2p.rpc import ControlServer
+
+        self._engine = TransferEngine(HOST, "tcp")
+        self._buffer = _buffer(self._engine, size, _SERVED)
+        self._description: Description | None = None
+        self._book = LeaseBook(BOUND)
+        self._offers = self._shapes = 0
+        self._worker = ControlServer(HOST, 0, None, self._describe, what="worker", option="")
+        self._lease = ControlServer(HOST, 0, None, self._judge, what="lease", option="")
+
+    def use(self, shape: Shape) -> Description:
+        """Lay the caches out; a new epoch, so that nobody reads at old addresses."""
+        self._shapes += 1
+        epoch = f"prefill {self._shapes}"
+        self._description = _caches(self._engine, self._buffer, shape, epoch)[1]
+        return self._description
+
+    def offer(self) -> Offer:
+        """A request that is ready to be read."""
+        from kvpp_connectors.p2p.protocol import WorkerAddress
+        from kvpp_connectors.p2p.transfer_params import OFFER_VERSION, Offer, OfferDetails
+
+        assert self._description is not None
+        self._offers += 1
+        name = f"transfer {self._offers}"
+        generation = self._book.grant(name, name, time.monotonic())
+        workers = [WorkerAddress(HOST, self._worker.port, self._description.epoch)]
+        details = OfferDetails(OFFER_VERSION, name, generation, workers)
+        return Offer("source", HOST, self._lease.port, [[]], 0, 16, details)
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._worker.close()
+        self._lease.close()
+
+    def _describe(self, _: Request) -> Reply:
+        assert self._description is not None
+        return self._description
+
+    def _judge(self, request: Request) -> Reply:
+        from kvpp_connectors.p2p.judge import judge
+
+        return judge(self._book, request, BOUND, time.monotonic())
+
+
+def _serve(parent: Connection, size: int) -> None:
+    prefill = _Prefill(size)
+    answer_all(parent, lambda q: prefill.use(q) if isinstance(q, Shape) else prefill.offer())
+    prefill.close()

@@ -1,0 +1,173 @@
+"""The parts of `python -m benchmarks pool`: a pool on this machine, and a worker's client of it."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpp_connectors.pool.block_objects import BlockObject
+    from kvpp_connectors.pool.store.base import Outcome
+    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+
+__all__ = ["LAYERS", "Client", "pool"]
+
+HOST, LAYERS = "127.0.0.1", 8
+_STAGING = 64 << 20  # bytes, as by default
+_PREFIX = "kvpp1@bench"
+
+
+@contextmanager
+def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
+    """A master, ``size`` bytes of memory lent by this process or by another: its address, a client.
+
+    Raises:
+        ChildFailed: a server ended, or there was no memory in time.
+    """
+    from kvpp_connectors.demo.pool import serving_pool
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpp-bench-")))
+        served = stack.enter_context(serving_pool(folder, 0 if own_memory else size))
+        master = str(served.master)
+        backend = stack.enter_context(closing(_backend(master, size if own_memory else 0)))
+        backend.connect()
+        yield master, backend
+
+
+class Client:
+    """What a worker keeps of ``blocks`` blocks, and the same bytes packed for Mooncake alone."""
+
+    def __init__(self, backend: MooncakeBackend, size: int, blocks: int) -> None:
+        """Objects of ``size`` bytes of payload; the caches have twice as many blocks."""
+        import torch
+
+        from kvpp_connectors.pool.block_objects import HEADER_BYTES, BlockStore, Staging
+        from kvpp_connectors.pool.packing import CacheBlocks, Inventory
+        from kvpp_core.bundles import Component, LayerBundle
+
+        self._backend = backend
+        self._blocks = random.Random(0).sample(range(2 * blocks), blocks)
+        part = size // LAYERS
+        bundles = [LayerBundle(i, (Component(f"layer {i}", part),)) for i in range(LAYERS)]
+        self._tensors = {
+            c.name: torch.ones((2 * blocks, part), dtype=torch.uint8)
+            for bundle in bundles
+            for c in bundle.components
+        }
+        self._caches = CacheBlocks(self._tensors, Inventory.of_bundles(bundles))
+        self._writer, self._reader = (
+            BlockStore(backend, self._caches, Staging(backend, _STAGING)) for _ in range(2)
+        )
+        self._packed = torch.ones((blocks, HEADER_BYTES + size), dtype=torch.uint8)
+        self.object_bytes = size
+
+    @property
+    def bytes(self) -> int:
+        """Of one save or load, without headers."""
+        return len(self._blocks) * self.object_bytes
+
+    def keys(self, name: str) -> list[str]:
+        """Keys of a set of objects."""
+        return [f"{_PREFIX}@{name}@{number}" for number in range(len(self._blocks))]
+
+    def objects(self, name: str) -> list[BlockObject]:
+        """A set of objects, of blocks that do not lie side by side."""
+        from kvpp_connectors.pool.block_objects import BlockObject
+
+        return [BlockObject(*pair) for pair in zip(self.keys(name), self._blocks, strict=True)]
+
+    def raw_put(self, keys: Sequence[str]) -> None:
+        """Mooncake alone: one batch of packed bytes."""
+        from mooncake.store import ReplicateConfig
+
+        with self._backend.client() as client:
+            codes = client.batch_put_from(keys, *self._places(), ReplicateConfig())
+        if any(codes):
+            raise RuntimeError(f"batch_put_from returned {sorted(set(codes))}")
+
+    def raw_get(self, keys: Sequence[str]) -> None:
+        """Mooncake alone: one batch into packed bytes."""
+        with self._backend.client() as client:
+            codes = client.batch_get_into(keys, *self._places())
+        if set(codes) != {self._packed.shape[1]}:
+            raise RuntimeError(f"batch_get_into returned {sorted(set(codes))}")
+
+    def save(self, objects: Sequence[BlockObject]) -> None:
+        """As a worker does."""
+        _expect_ok(self._writer.save(objects))
+
+    def load(self, objects: Sequence[BlockObject]) -> None:
+        """As a worker does."""
+        _expect_ok(self._reader.load(objects))
+
+    def ask(self, keys: Sequence[str]) -> None:
+        """What a save asks beside its put: what is there, before and afterwards."""
+        for _ in range(2):
+            self._backend.exist(keys)
+
+    def pack(self) -> None:
+        """Copy the blocks out of the caches."""
+        self._caches.gather(self._blocks, self._payloads)
+
+    def unpack(self) -> None:
+        """Copy the blocks into the caches."""
+        self._caches.scatter(self._payloads, self._blocks)
+
+    @property
+    def _payloads(self) -> torch.Tensor:
+        return self._packed[:, -self.object_bytes :]
+
+    def clear(self) -> None:
+        """Forget what has been loaded."""
+        for cache in self._tensors.values():
+            cache.zero_()
+
+    def check(self) -> None:
+        """Every byte of the blocks must have been loaded since `clear`, and no other.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        for name, cache in self._tensors.items():
+            if not bool((cache[self._blocks] == 1).all()) or int(cache.count_nonzero()) != (
+                len(self._blocks) * cache.shape[1]
+            ):
+                raise RuntimeError(f"{name} does not hold just the bytes that were saved")
+
+    def remove_new(self) -> None:
+        """Make room for the next turn."""
+        self._remove(f"{_PREFIX}@new")
+
+    def close(self) -> None:
+        """Give the pool's memory back, too."""
+        self._remove(_PREFIX)
+
+    def _remove(self, prefix: str) -> None:
+        """Whatever has a lease, too: nobody else reads it."""
+        with self._backend.client() as client:
+            client.remove_by_regex(f"^{prefix}", True)
+
+    def _places(self) -> tuple[list[int], list[int]]:
+        start, step = self._packed.data_ptr(), self._packed.stride(0)
+        count = len(self._packed)
+        return [start + i * step for i in range(count)], [step] * count
+
+
+def _backend(master: str, segment: int) -> MooncakeBackend:
+    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+    from kvpp_connectors.pool.store.mooncake_settings import read_mooncake_settings
+
+    inline = {"master_server_address": master, "global_segment_size": segment}
+    return MooncakeBackend(read_mooncake_settings({"mooncake": inline}, {}), HOST, "tcp", segment)
+
+
+def _expect_ok(outcomes: Sequence[Outcome]) -> None:
+    if bad := [outcome for outcome in outcomes if not outcome.ok]:
+        raise RuntimeError(f"{len(bad)} of {len(outcomes)} objects failed: {bad[0]}")

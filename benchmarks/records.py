@@ -1,0 +1,72 @@
+"""Every benchmark by its name, and records of them that were kept as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from benchmarks.base import Figures, Record, Run
+from benchmarks.broadcast import BroadcastFigures
+from benchmarks.capacity import CapacityFigures
+from benchmarks.p2p import P2pFigures
+from benchmarks.pool import PoolFigures
+from benchmarks.startup import StartupFigures
+from benchmarks.step import StepFigures
+
+__all__ = ["BENCHES", "BadRecord", "Bench", "read_record", "record_file"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What its records hold, and how it is run with the others."""
+
+    figures: type[Figures]
+    whole: tuple[str, ...] = ()  # options of the run whose figures are published
+    quick: tuple[str, ...] = ()  # of the one that shows that everything still works
+
+
+# An engine of two ranks takes most of a minute of processor time to start: --quick has five.
+BENCHES: Mapping[str, Bench] = {
+    "broadcast": Bench(BroadcastFigures, quick=("--layer-mib=16", "--repeats=3")),
+    "step": Bench(StepFigures, ("--repeats=4",), ("--contexts=1024", "--repeats=3")),
+    "p2p": Bench(P2pFigures, quick=("--megabytes=4", "--repeats=3")),
+    "pool": Bench(PoolFigures, ("--engines",), ("--megabytes=4", "--repeats=3")),
+    "startup": Bench(StartupFigures, quick=("--repeats=3", "--processes=1", "--starts=0")),
+    "capacity": Bench(CapacityFigures, quick=("--layers=6", "--memory-mib=32")),
+}
+
+
+class BadRecord(Exception):
+    """A file that is no record of its benchmark. The message names it."""
+
+
+def record_file(folder: Path, name: str) -> Path:
+    """Where a benchmark's record is kept."""
+    return folder / f"{name}.json"
+
+
+def read_record(file: Path) -> Record:
+    """The record of the benchmark that the file is named after.
+
+    Raises:
+        BadRecord: it holds something else, or a record of an older shape.
+    """
+    name = file.stem
+    try:
+        content = json.loads(file.read_text())
+        record = Record(
+            TypeAdapter(Run).validate_python(content["run"]),
+            TypeAdapter(BENCHES[name].figures).validate_python(content["figures"]),
+        )
+    except (ValueError, KeyError, TypeError, ValidationError) as error:
+        raise BadRecord(
+            f"{file} is no record of `python -m benchmarks {name}` ({error}); expected what its "
+            "--json prints"
+        ) from error
+    if record.run.name != name:
+        raise BadRecord(f"{file} is a record of {record.run.name!r}; expected one of {name!r}")
+    return record

@@ -1,0 +1,1 @@
+"""Random traffic through a deployment while its engines are killed."""

@@ -1,0 +1,1 @@
+"""What every KV connector of this package needs."""

@@ -1,0 +1,1 @@
+"""KVPP on vllm-ascend."""

@@ -1,0 +1,1 @@
+"""May this launch run? One call: validate."""

@@ -1,0 +1,218 @@
+"""``--additional-config`` as typed settings.
+
+    {"enable_kvpp": true, "kvpp": {"broadcast": "auto", "ownership": "count", ...}}
+
+``enable_kvpp`` is the specification's switch (default false); the object ``kvpp`` is ours and
+optional. The rest of additional_config belongs to others and is left alone, except for keys that
+look like a misspelt one of ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvpp_connectors.launch.problems import Problem
+from kvpp_core.layout import ScratchPolicy
+from kvpp_core.ownership import OwnershipPolicy
+from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
+
+__all__ = ["SWITCH", "KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
+
+SWITCH = "enable_kvpp"
+OPTIONS = "kvpp"
+_TYPING_ERROR = 0.85  # two letters swapped or one wrong; enable_kv_nz, of others, is at 0.78
+_LONGEST_WAIT_S = 86_400  # a day
+_RETIRED = {"kvpp_size": "the group is always TP x PCP"}
+
+
+class BroadcastCost(BaseModel):
+    """What a broadcast costs, in place of what is measured at start-up."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    latency_s: float = Field(gt=0, le=1, description="seconds of one message")
+    per_range_s: float = Field(gt=0, le=1, description="seconds of each further message")
+    bytes_per_s: float = Field(gt=0, description="of the broadcast")
+    packed_bytes_per_s: float = Field(
+        gt=0, description="of gathering on the owner, then scattering on the others"
+    )
+
+    def model(self) -> CostModel:
+        """For the core."""
+        return CostModel(
+            self.latency_s, self.per_range_s, self.bytes_per_s, self.packed_bytes_per_s
+        )
+
+
+class KvppOptions(BaseModel):
+    """The keys of ``additional_config.kvpp``, all optional."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    broadcast: BroadcastPolicy = Field(
+        default=BroadcastPolicy.AUTO,
+        strict=False,
+        description="auto: the cheapest of full, runs and packed for each layer and step; full: "
+        "the specification's complete bundles; active: never full; runs, packed: always that "
+        "(to measure)",
+    )
+    broadcast_cost: BroadcastCost | None = Field(
+        default=None,
+        description="what a broadcast costs, by which `auto` chooses: an object of latency_s, "
+        "per_range_s, bytes_per_s, packed_bytes_per_s; measured at start-up if left out",
+    )
+    decode: DecodePolicy = Field(
+        default=DecodePolicy.BROADCAST,
+        strict=False,
+        description="broadcast: the history of decode tokens moves like any other; owner: their "
+        "queries go to the owner of each layer instead, and results come back; auto: owner where "
+        "the model and the platform can, else broadcast",
+    )
+    ownership: OwnershipPolicy = Field(
+        default=OwnershipPolicy.COUNT,
+        strict=False,
+        description="count: layer counts differ by one at most; bytes: the largest rank keeps as "
+        "few bytes as possible",
+    )
+    scratch: ScratchPolicy = Field(
+        default=ScratchPolicy.LARGEST,
+        strict=False,
+        description="largest: both scratch slots hold the largest layer; fitted: each holds the "
+        "largest layer that the rank receives into it",
+    )
+    staging_bytes: int = Field(
+        default=32 << 20,
+        ge=0,
+        description="memory for packed broadcasts, taken before vLLM measures what is left for the "
+        "KV cache; 0 turns packing off",
+    )
+    reserve_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="KV memory to leave unused, for what a communicator allocates later",
+    )
+    alignment_bytes: int = Field(
+        default=1, ge=1, description="every layer's cache starts at a multiple of this"
+    )
+    transfer_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        le=_LONGEST_WAIT_S,
+        description="bound of each wait for a broadcast",
+    )
+    load_timeout_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=_LONGEST_WAIT_S,
+        description="bound of a connector's load of one layer, once the layer is due",
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="each worker serves its broadcasts' counters for Prometheus at this port + its "
+        "rank",
+    )
+    poison_scratch: bool = Field(
+        default=False,
+        description="fill scratch memory with 0xFF at the start of each step, so that "
+        "a missing broadcast shows; costs memory bandwidth, for tests",
+    )
+    cpu_profile: bool = Field(
+        default=False,
+        description="apply the CPU profile (docs/cpu.md) to an engine without KVPP as well",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What additional_config says: the switch and the options."""
+
+    enabled: bool
+    options: KvppOptions
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest of ``known``, or the whole list."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(known))}."
+
+
+def complaints(
+    error: ValidationError, model: type[BaseModel], source: str, idle: Sequence[str] = ()
+) -> str:
+    """What is wrong with each key of ``source``, and what is expected there.
+
+    ``idle``: keys that are taken besides the model's.
+    """
+    return "; ".join(_complaint(detail, model, source, idle) for detail in error.errors())
+
+
+def _complaint(detail: Any, model: type[BaseModel], source: str, idle: Sequence[str]) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = (*model.model_fields, *idle)
+        return f"{source}: there is no key {key!r}. {nearest(key, known)}"
+    if not key:
+        return f"{source}: {detail['msg'].removeprefix('Value error, ')}"
+    field = model.model_fields.get(key.split(".", maxsplit=1)[0])
+    expected = f" Expected: {field.description}." if field else ""
+    given = (
+        "is missing" if detail["type"] == "missing" else f"= {detail['input']!r}: {detail['msg']}"
+    )
+    return f"{source}: {key} {given}.{expected}"
+
+
+def read_settings(additional_config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
+    """Read our keys; what cannot be read becomes a problem and counts as its default."""
+    problems = [
+        problem for key in additional_config if (problem := _check_key(str(key))) is not None
+    ]
+    enabled = additional_config.get(SWITCH, False)
+    if not isinstance(enabled, bool):
+        problems.append(
+            Problem(
+                rule="switch-is-boolean",
+                option=f"additional_config.{SWITCH}",
+                value=repr(enabled),
+                reason="It switches KVPP on or off and must be a JSON boolean.",
+                remedy=f'Write {{"{SWITCH}": true}} or leave it out.',
+            )
+        )
+        enabled = False
+    try:
+        options = KvppOptions.model_validate(additional_config.get(OPTIONS, {}))
+    except ValidationError as error:
+        problems += [_option_problem(detail) for detail in error.errors()]
+        options = KvppOptions()
+    return Settings(enabled, options), problems
+
+
+def _check_key(key: str) -> Problem | None:
+    near_the_switch = difflib.get_close_matches(key.lower(), [SWITCH], cutoff=_TYPING_ERROR)
+    if key in (SWITCH, OPTIONS) or not ("kvp" in key.lower() or near_the_switch):
+        return None
+    if key in _RETIRED:
+        reason, remedy = f"This key is no longer supported: {_RETIRED[key]}.", "Remove it."
+    else:
+        reason = "This key looks like one of KVPP's but is none."
+        remedy = nearest(key, (SWITCH, OPTIONS))
+    return Problem("known-keys", f"additional_config.{key}", "set", reason, remedy)
+
+
+def _option_problem(detail: Any) -> Problem:
+    path = ".".join(str(part) for part in detail["loc"])
+    option = f"additional_config.{OPTIONS}" + (f".{path}" if path else "")
+    if detail["type"] == "extra_forbidden":
+        reason = "There is no such option."
+        remedy = nearest(path, tuple(KvppOptions.model_fields))
+    else:
+        reason = f"{detail['msg']}."
+        field = KvppOptions.model_fields.get(path)
+        remedy = f"Expected: {field.description}." if field is not None else "Expected an object."
+    return Problem("option-values", option, repr(detail["input"]), reason, remedy)

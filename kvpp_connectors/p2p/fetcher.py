@@ -1,0 +1,306 @@
+"""The decode worker's side of a transfer: open the lease, read, confirm.
+
+    WAITING ─▶ OPENING ─▶ READING ─▶ (TAKING SHARES ─▶) CONFIRMING ─▶ done
+        any of them can fail; reads that were started are waited for first
+
+Only a confirmation inside the lease makes the bytes count. A pull ends when nothing writes to its
+blocks any more, and not before: its blocks may be handed out again at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvpp_connectors.log import get_logger
+from kvpp_connectors.p2p.lease_client import PullFailed, ReaderLease
+from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
+from kvpp_connectors.p2p.protocol import (
+    TICKET,
+    Describe,
+    Description,
+    Region,
+    ShareEnded,
+    WorkerAddress,
+)
+from kvpp_connectors.p2p.read_plan import Incompatible, choose_sources, plan_reads
+from kvpp_connectors.p2p.read_window import Outcome, ReadEngine, read_all
+from kvpp_connectors.p2p.rpc import PeerUnreachable, ask_once
+from kvpp_connectors.p2p.transfer_params import Offer
+
+__all__ = ["Pull", "PullResult", "Puller", "PullerSettings"]
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One request's KV to fetch: ``remote_blocks[i]`` of the offer into ``local_blocks[i]``."""
+
+    request_id: str
+    offer: Offer
+    remote_blocks: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    # Names this pull among the ranks of the engine, and proves that its scheduler made it.
+    ticket: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """How a pull ended. ``problem`` is None if every block holds the request's KV."""
+
+    pull: Pull
+    problem: str | None
+    reason: str  # one word, for counters
+    bytes: int = 0  # from prefill
+    seconds: float = 0.0
+    shared_bytes: int = 0  # from other ranks of this engine
+    shares_not_taken: int = 0  # of other ranks, which came from prefill after all
+
+
+@dataclass(frozen=True, slots=True)
+class PullerSettings:
+    """Who this worker is, and the bounds of its waits (seconds)."""
+
+    engine_id: str
+    reader: int  # this worker's number among ``readers``
+    readers: int
+    key: bytes | None
+    control_timeout: float
+    pull_timeout: float
+    window: int
+    threads: int
+
+
+@dataclass(slots=True)
+class _Sources:
+    """What is known of one prefill engine: where each of our components is read."""
+
+    addresses: tuple[WorkerAddress, ...]
+    by_name: dict[str, tuple[str, Region]] = field(default_factory=dict)
+
+
+class Puller:
+    """Runs pulls on threads; results are taken from the thread that runs the model."""
+
+    def __init__(
+        self,
+        own: Description,
+        engine: ReadEngine,
+        settings: PullerSettings,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._own = own
+        self._engine = engine
+        self._settings = settings
+        self._sharing = sharing
+        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvpp pull")
+        self._lock = threading.Lock()
+        self._results: list[PullResult] = []
+        self._cancelled: set[str] = set()
+        self._running: set[str] = set()
+        self._peers: dict[str, _Sources] = {}
+
+    def submit(self, pull: Pull, group: Sequence[WorkerAddress] = ()) -> None:
+        """Start a pull as soon as a thread is free; ``group`` may share it."""
+        share = NOT_SHARED
+        if self._sharing is not None:
+            share = self._sharing.share(group)
+            self._sharing.board.expect(pull.ticket)
+        with self._lock:
+            self._running.add(pull.request_id)
+        self._pool.submit(self._run, pull, share).add_done_callback(_log_bug)
+
+    def cancel(self, request_id: str) -> None:
+        """Nobody wants the result: submit no more reads. The pull still ends by `take_results`."""
+        with self._lock:
+            if request_id in self._running:
+                self._cancelled.add(request_id)
+        if self._sharing is not None:
+            self._sharing.board.wake()
+
+    def hear(self, word: ShareEnded) -> None:
+        """Another rank's word about its share of a pull."""
+        if self._sharing is not None:
+            self._sharing.board.note(word)
+
+    def take_results(self) -> list[PullResult]:
+        """Pulls that have ended since the last call, each once."""
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    @property
+    def in_flight(self) -> int:
+        """Pulls that have not ended."""
+        return len(self._running)
+
+    def close(self) -> None:
+        """Cancel what runs and wait for it."""
+        with self._lock:
+            self._cancelled |= self._running
+        if self._sharing is not None:
+            self._sharing.board.wake()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._sharing is not None:
+            self._sharing.close()
+
+    def _run(self, pull: Pull, share: Share) -> None:
+        started = time.monotonic()
+        lease = self._lease(pull)
+        result = PullResult(pull, "a fault of this package; see the log", "internal")
+        try:
+            pulled, taken = self._fetch(pull, share, lease, started)
+            seconds = time.monotonic() - started
+            result = PullResult(pull, None, "ok", pulled, seconds, taken.bytes, taken.shares_left)
+        except PullFailed as failure:
+            lease.release(failure.reason)
+            self._peers.pop(pull.offer.remote_engine_id, None)
+            result = PullResult(pull, str(failure), failure.reason)
+        finally:  # whatever happened: a pull without a result would hold its request for ever
+            lease.close()
+            self._end_share(pull, share, result.problem)
+            with self._lock:
+                self._results.append(result)
+                self._running.discard(pull.request_id)
+                self._cancelled.discard(pull.request_id)
+
+    def _lease(self, pull: Pull) -> ReaderLease:
+        settings = self._settings
+        return ReaderLease(
+            pull.request_id,
+            pull.offer,
+            settings.engine_id,
+            (settings.reader, settings.readers),
+            settings.key,
+            settings.control_timeout,
+        )
+
+    def _fetch(
+        self, pull: Pull, share: Share, lease: ReaderLease, started: float
+    ) -> tuple[int, Taken]:
+        """Bytes that came from prefill, and what came from other ranks."""
+        lease.open()
+        sources = self._sources(pull.offer)
+        stop = self._stop_for(pull, started + self._settings.pull_timeout)
+        if self._sharing is None or not share.group:
+            pulled, taken = self._pull(pull, self._own.regions, sources, stop), Taken()
+        else:
+            pulled, taken = self._pull_shared(self._sharing, pull, share, sources, stop)
+        lease.confirm()
+        return pulled, taken
+
+    def _pull_shared(
+        self,
+        sharing: Sharing,
+        pull: Pull,
+        share: Share,
+        sources: Mapping[str, tuple[str, Region]],
+        stop: Callable[[], str | None],
+    ) -> tuple[int, Taken]:
+        started = time.monotonic()
+        pulled = self._pull(pull, share.own, sources, stop)
+        sharing.announce(share, pull.ticket, None)
+
+        def read(peer: Description, regions: list[Region]) -> tuple[int, str | None]:
+            theirs = {region.name: (peer.session, region) for region in peer.regions}
+            outcome = self._read(regions, theirs, pull.local_blocks, pull.local_blocks, stop)
+            return outcome.done_bytes, outcome.problem
+
+        seconds = time.monotonic() - started
+        try:
+            taken = sharing.take(share, pull.ticket, seconds, read, stop)
+        except PeerFailed as error:
+            raise PullFailed("peer", str(error)) from error
+        return pulled + self._pull(pull, taken.left, sources, stop), taken
+
+    def _end_share(self, pull: Pull, share: Share, problem: str | None) -> None:
+        """Let nobody wait for a share that will not be there: of several words the first counts."""
+        if self._sharing is None:
+            return
+        if share.group and problem is not None:
+            self._sharing.announce(share, pull.ticket, problem)
+        self._sharing.board.drop(pull.ticket)
+
+    def _pull(
+        self,
+        pull: Pull,
+        regions: Iterable[Region],
+        sources: Mapping[str, tuple[str, Region]],
+        stop: Callable[[], str | None],
+    ) -> int:
+        """Read components from prefill; the bytes."""
+        outcome = self._read(regions, sources, pull.remote_blocks, pull.local_blocks, stop)
+        if outcome.problem is not None:
+            cancelled = pull.request_id in self._cancelled
+            raise PullFailed("cancelled" if cancelled else "read", outcome.problem)
+        return outcome.done_bytes
+
+    def _read(
+        self,
+        regions: Iterable[Region],
+        sources: Mapping[str, tuple[str, Region]],
+        there: Sequence[int],
+        here: Sequence[int],
+        stop: Callable[[], str | None],
+    ) -> Outcome:
+        try:
+            reads = plan_reads(regions, sources, there, here)
+        except Incompatible as error:
+            raise PullFailed("incompatible", str(error)) from error
+        return read_all(self._engine, reads, self._settings.window, stop)
+
+    def _stop_for(self, pull: Pull, deadline: float) -> Callable[[], str | None]:
+        def stop() -> str | None:
+            if pull.request_id in self._cancelled:
+                return "the request was aborted"
+            if time.monotonic() > deadline:
+                return f"the reads took more than pull_timeout_s = {self._settings.pull_timeout:g}"
+            return None
+
+        return stop
+
+    def _sources(self, offer: Offer) -> dict[str, tuple[str, Region]]:
+        addresses = tuple(offer.kvpp.workers)
+        known = self._peers.get(offer.remote_engine_id)
+        if known is not None and known.addresses == addresses:
+            return known.by_name
+        workers = [self._describe(address) for address in addresses]
+        try:
+            found = choose_sources(self._own, workers, self._settings.reader)
+        except Incompatible as error:
+            raise PullFailed("incompatible", str(error)) from error
+        self._peers[offer.remote_engine_id] = _Sources(addresses, found)
+        logger.info(
+            "prefill engine %s: %d workers, reading from %s",
+            offer.remote_engine_id,
+            len(workers),
+            ", ".join(sorted({session for session, _ in found.values()})),
+        )
+        return found
+
+    def _describe(self, address: WorkerAddress) -> Description:
+        settings, name = self._settings, f"{address.host}:{address.port}"
+        try:
+            reply = ask_once(
+                address.host, address.port, settings.key, settings.control_timeout, Describe()
+            )
+        except PeerUnreachable as error:
+            raise PullFailed("unreachable", str(error)) from error
+        if not isinstance(reply, Description):
+            raise PullFailed("refused", f"{name} answered describe with {reply}")
+        if reply.epoch != address.epoch:
+            raise PullFailed(
+                "restarted",
+                f"the worker at {name} was restarted since the request was prefilled",
+            )
+        return reply
+
+
+def _log_bug(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("a pull ended with a fault of this package", exc_info=error)

@@ -1,0 +1,115 @@
+"""The settings of MooncakeConnectorV2, from kv_transfer_config to typed values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvpp_connectors.connector.host import own_host
+from kvpp_connectors.launch.options import nearest
+from kvpp_core.errors import KvppError
+
+__all__ = ["KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]
+
+KEY_VARIABLE = "KVPP_P2P_KEY"
+LEAST_KEY = 16  # bytes
+# Keys of the first MooncakeConnector on Ascend, which this one learns from its peer instead.
+_NOT_NEEDED = ("prefill", "decode", "use_ascend_direct")
+
+
+class P2pOptions(BaseModel):
+    """``kv_connector_extra_config`` of MooncakeConnectorV2. Everything has a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    protocol: Literal["tcp", "rdma", "ascend"] | None = Field(
+        default=None, description="Mooncake's transport; by platform if left out"
+    )
+    host: str | None = Field(
+        default=None, description="address to listen on and publish; vLLM's own (VLLM_HOST_IP) else"
+    )
+    lease_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        le=86400,
+        description="how long prefill keeps a finished request's blocks for decode",
+    )
+    control_timeout_s: float = Field(
+        default=5.0, gt=0, le=300, description="bound of each wait for a control message's answer"
+    )
+    pull_timeout_s: float = Field(
+        default=60.0, gt=0, le=3600, description="bound of one request's reads"
+    )
+    window: int = Field(default=16, ge=1, le=1024, description="reads in flight for one request")
+    threads: int = Field(default=4, ge=1, le=64, description="requests pulled at the same time")
+    share_pulls: bool = Field(
+        default=False,
+        description="whether the ranks of a decode group each pull a share of the layers from "
+        "prefill and take the others' shares from them",
+    )
+    share_wait_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="how much longer than its own share a rank waits for another rank's",
+    )
+    model_id: str | None = Field(
+        default=None,
+        max_length=256,
+        description="name of the weights, where both sides keep them under different paths",
+    )
+    key_file: str | None = Field(
+        default=None,
+        description=f"file with a key shared by all nodes; or the variable {KEY_VARIABLE}",
+    )
+
+
+def read_options(extra: Mapping[str, Any], path: str = "kv_connector_extra_config") -> P2pOptions:
+    """The options, checked.
+
+    Raises:
+        KvppError: names each key that is unknown or has a wrong value, and what is expected.
+    """
+    try:
+        return P2pOptions.model_validate({k: v for k, v in extra.items() if k not in _NOT_NEEDED})
+    except ValidationError as error:
+        raise KvppError("; ".join(_complaint(path, detail) for detail in error.errors())) from error
+
+
+def read_key(options: P2pOptions) -> bytes | None:
+    """The shared key, or None.
+
+    Raises:
+        KvppError: the file cannot be read, or the key is too short to be one.
+    """
+    if options.key_file is not None:
+        try:
+            key = Path(options.key_file).read_bytes().strip()
+        except OSError as error:
+            raise KvppError(f"key_file {options.key_file} cannot be read: {error}") from error
+        source = f"key_file {options.key_file}"
+    elif KEY_VARIABLE in os.environ:
+        key, source = os.environ[KEY_VARIABLE].encode(), KEY_VARIABLE
+    else:
+        return None
+    if len(key) < LEAST_KEY:
+        raise KvppError(f"the key in {source} has {len(key)} bytes; give it {LEAST_KEY} or more")
+    return key
+
+
+def listening_host(options: P2pOptions) -> str:
+    """The address to bind and to publish: never all interfaces."""
+    return options.host or own_host()
+
+
+def _complaint(path: str, detail: Any) -> str:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"{path}.{key}: there is no such key. {nearest(key, tuple(P2pOptions.model_fields))}"
+    field = P2pOptions.model_fields.get(key)
+    expected = f" Expected: {field.description}." if field else ""
+    return f"{path}.{key} = {detail['input']!r}: {detail['msg']}.{expected}"

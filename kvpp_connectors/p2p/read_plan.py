@@ -1,0 +1,131 @@
+"""What is read from where: pure functions from two sides' regions to a list of reads.
+
+Components are paired by name, never by position: pipeline stages and owners split layers in their
+own ways on both sides. A target layer comes from the worker that keeps it, a draft layer from one
+of those that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvpp_connectors.connector.transfer_engine import Read
+from kvpp_connectors.p2p.protocol import Description, Region
+from kvpp_core.errors import KvppError
+
+__all__ = ["Incompatible", "choose_sources", "plan_reads", "split_shares"]
+
+LARGEST_READ = 4 << 20  # bytes; longer runs are cut, so that one read ends in bounded time
+
+
+class Incompatible(KvppError):
+    """The two sides' caches do not fit together."""
+
+
+def choose_sources(
+    own: Description, workers: Sequence[Description], spread: int = 0
+) -> dict[str, tuple[str, Region]]:
+    """For each component of this worker, the session that keeps it and where.
+
+    Where several workers keep a component, ``spread`` (this worker's rank) chooses among them.
+
+    Raises:
+        Incompatible: the sides differ in what decides bytes, or nobody keeps a component; names
+            both values.
+    """
+    for peer in workers:
+        for field in ("model", "block_size", "kv_cache_dtype"):
+            mine, theirs = getattr(own, field), getattr(peer, field)
+            if mine != theirs:
+                raise Incompatible(
+                    f"{field} is {mine!r} here and {theirs!r} at {peer.session}: their KV cannot "
+                    "be used here"
+                )
+    keepers: dict[str, list[tuple[str, Region]]] = {}
+    for peer in workers:
+        for region in peer.regions:
+            keepers.setdefault(region.name, []).append((peer.session, region))
+    sources = {}
+    for region in own.regions:
+        found = keepers.get(region.name)
+        if not found:
+            raise Incompatible(
+                f"{region.name} is kept here and by none of {', '.join(p.session for p in workers)}"
+                "; do both sides run the same model and the same speculative method?"
+            )
+        session, theirs = found[spread % len(found)]
+        if theirs.block_bytes != region.block_bytes:
+            raise Incompatible(
+                f"a block of {region.name} has {region.block_bytes:,} bytes here and "
+                f"{theirs.block_bytes:,} at {session}"
+            )
+        sources[region.name] = session, theirs
+    return sources
+
+
+def split_shares(regions: Sequence[Region], members: int) -> list[list[Region]]:
+    """Which member of a decode group pulls which components, in even parts of the bytes.
+
+    Every member computes it for itself: it depends on names and sizes alone.
+    """
+    shares: list[list[Region]] = [[] for _ in range(members)]
+    sizes = [0] * members
+    for region in sorted(regions, key=lambda region: -region.block_bytes):
+        least = sizes.index(min(sizes))
+        shares[least].append(region)
+        sizes[least] += region.block_bytes
+    return shares
+
+
+def plan_reads(
+    own: Iterable[Region],
+    sources: Mapping[str, tuple[str, Region]],
+    remote_blocks: Sequence[int],
+    local_blocks: Sequence[int],
+) -> list[Read]:
+    """Reads of ``remote_blocks`` into ``local_blocks``, neighbours joined.
+
+    Raises:
+        Incompatible: a block lies outside the pool of its side, or the lists differ in length.
+    """
+    if len(remote_blocks) != len(local_blocks):
+        raise Incompatible(
+            f"{len(remote_blocks)} blocks there, {len(local_blocks)} here for the same tokens"
+        )
+    reads = []
+    for region in own:
+        session, theirs = sources[region.name]
+        _check_blocks(remote_blocks, theirs.num_blocks, f"the peer's {region.name}")
+        _check_blocks(local_blocks, region.num_blocks, region.name)
+        dense = region.stride == region.block_bytes == theirs.stride
+        longest = max(1, LARGEST_READ // region.block_bytes) if dense else 1
+        for start, length in _runs(remote_blocks, local_blocks, longest):
+            reads.append(
+                Read(
+                    session,
+                    theirs.base + remote_blocks[start] * theirs.stride,
+                    region.base + local_blocks[start] * region.stride,
+                    length * region.block_bytes,
+                )
+            )
+    return reads
+
+
+def _check_blocks(blocks: Sequence[int], count: int, what: str) -> None:
+    if blocks and not 0 <= min(blocks) <= max(blocks) < count:
+        raise Incompatible(f"block {max(blocks)} of {what} is asked for, which has {count}")
+
+
+def _runs(remote: Sequence[int], local: Sequence[int], longest: int) -> Iterable[tuple[int, int]]:
+    """(start, length) of stretches that are consecutive on both sides."""
+    start = 0
+    for at in range(1, len(remote) + 1):
+        broken = (
+            at == len(remote)
+            or at - start >= longest
+            or remote[at] != remote[at - 1] + 1
+            or local[at] != local[at - 1] + 1
+        )
+        if broken:
+            yield start, at - start
+            start = at

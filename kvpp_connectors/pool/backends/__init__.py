@@ -1,1 +1,0 @@
-"""The stores that can hold the pool, behind one contract."""

@@ -1,0 +1,1 @@
+"""How blocks are loaded and saved."""

@@ -1,0 +1,1 @@
+"""Stores that hold the pool's objects."""

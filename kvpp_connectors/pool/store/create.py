@@ -1,0 +1,41 @@
+"""The backend that a launch asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kvpp_connectors.connector.transfer_engine import default_protocol, process_engine
+from kvpp_connectors.pool.store.base import Backend
+from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
+from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake_settings import read_mooncake_settings
+
+__all__ = ["make_backend"]
+
+
+def make_backend(
+    name: str, extra: Mapping[str, Any], host: str, device_type: str, *, device: int | None
+) -> Backend:
+    """Make it; it does not connect yet.
+
+    Args:
+        name: mooncake or memcache.
+        extra: ``kv_connector_extra_config``.
+        host: address of this process.
+        device_type: where the caches lie.
+        device: index of this worker's device; None for a scheduler, which only asks.
+
+    Raises:
+        KvppError: its settings are missing or wrong.
+    """
+    if name == "memcache":
+        kind = MemoryKind.HOST if device_type == "cpu" else MemoryKind.DEVICE
+        return MemCacheBackend(kind, device or 0, moves_data=device is not None)
+    settings = read_mooncake_settings(extra, os.environ)
+    protocol = settings.protocol or default_protocol(device_type)
+    if device is None:
+        return MooncakeBackend(settings, host, protocol, 0)
+    engine = process_engine(settings.local_hostname or host, protocol)
+    return MooncakeBackend(settings, host, protocol, settings.global_segment_size, engine)

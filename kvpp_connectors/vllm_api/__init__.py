@@ -1,0 +1,1 @@
+"""What this package uses of vLLM and vllm-ascend, by name."""
