@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvpp_connectors.connector.names import CONNECTOR_MODULES
+
 __all__ = [
-    "CONNECTORS",
-    "MULTI",
     "children_of",
     "connectors_concern_us",
     "has_native_kvpp",
@@ -22,11 +22,6 @@ __all__ = [
 ]
 
 _MARK = "__kvpp_wrapped__"
-CONNECTORS = {  # name, its module
-    "MooncakeConnectorV2": "kvpp_connectors.p2p.connector",
-    "AscendStoreConnector": "kvpp_connectors.pool.connector",
-}
-MULTI = "kvpp_connectors.multi.connector"  # the module of our MultiConnector
 
 
 def register() -> None:
@@ -59,7 +54,9 @@ def _say_who_serves() -> None:
     get_logger(__name__).info(
         "this vllm-ascend has a KVPP of its own: kvpp-connectors leaves the engine alone. Its "
         "connectors serve engines without KVPP where kv_transfer_config names them: %s",
-        ", ".join(f'"kv_connector_module_path": "{module}"' for module in CONNECTORS.values()),
+        ", ".join(
+            f'"kv_connector_module_path": "{module}"' for module in CONNECTOR_MODULES.values()
+        ),
     )
 
 
@@ -97,9 +94,9 @@ def connectors_concern_us(transfer: Any) -> bool:
     if transfer is None:
         return False
     if transfer.kv_connector != "MultiConnector":
-        return transfer.kv_connector in CONNECTORS
+        return transfer.kv_connector in CONNECTOR_MODULES
     children = (child for _, child in children_of(transfer) if isinstance(child, dict))
-    return any(child.get("kv_connector") in CONNECTORS for child in children)
+    return any(child.get("kv_connector") in CONNECTOR_MODULES for child in children)
 
 
 def children_of(transfer: Any) -> list[tuple[str, Any]]:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from kvpp_connectors.cli.gloo_ranks import RanksFailed, broadcast_costs, run_ranks
 from kvpp_connectors.cli.machine import mooncakes, version_of
-from kvpp_connectors.plugin import CONNECTORS, MULTI, has_native_kvpp
+from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI_MODULE
+from kvpp_connectors.plugin import has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
 
@@ -215,7 +216,7 @@ def _connectors() -> Iterator[Finding]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    for name, module in {**CONNECTORS, "MultiConnector": MULTI}.items():
+    for name, module in {**CONNECTOR_MODULES, "MultiConnector": MULTI_MODULE}.items():
         try:
             found = getattr(import_module(module), name)
         except ImportError as error:

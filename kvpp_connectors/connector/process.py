@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvpp_connectors.launch.options import SWITCH
+from kvpp_connectors.connector.names import SWITCH
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI_MODULE, P2P, POOL
 from kvpp_connectors.engine.cpu import profile
 from kvpp_connectors.launch.composition import check_composition
 from kvpp_connectors.launch.facts import launch_from_vllm
 from kvpp_connectors.launch.options import Settings, read_settings
 from kvpp_connectors.launch.problems import LaunchRefused, Problem, Severity
-from kvpp_connectors.launch.rules import P2P, PLATFORM_WORKERS, POOL, check
+from kvpp_connectors.launch.rules import PLATFORM_WORKERS, check
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.plugin import CONNECTORS, MULTI, children_of, connectors_concern_us
+from kvpp_connectors.plugin import children_of, connectors_concern_us
 from kvpp_connectors.pool.options import loads_blocks
 from kvpp_connectors.vllm_api import hooks
 from kvpp_core.errors import KvppError
@@ -166,17 +167,19 @@ def _name_connector(transfer: Any) -> None:
     if not connectors_concern_us(transfer):
         return
     for _, child in children_of(transfer):
-        if isinstance(child, dict) and child.get("kv_connector") in CONNECTORS:
-            child.setdefault("kv_connector_module_path", CONNECTORS[child["kv_connector"]])
+        if isinstance(child, dict) and child.get("kv_connector") in CONNECTOR_MODULES:
+            child.setdefault("kv_connector_module_path", CONNECTOR_MODULES[child["kv_connector"]])
     if transfer.kv_connector_module_path is None:
-        transfer.kv_connector_module_path = CONNECTORS.get(transfer.kv_connector, MULTI)
+        transfer.kv_connector_module_path = CONNECTOR_MODULES.get(
+            transfer.kv_connector, MULTI_MODULE
+        )
 
 
 def _check_connector(transfer: Any) -> list[Problem]:
     """Our connectors' own settings and composition, whether KVPP is on or not."""
     if not connectors_concern_us(transfer):
         return []
-    if transfer.kv_connector in CONNECTORS:
+    if transfer.kv_connector in CONNECTOR_MODULES:
         extra = transfer.kv_connector_extra_config
         problems = _check_settings(transfer.kv_connector, extra, "kv_transfer_config")
         loading = _loads(transfer.kv_connector, transfer.kv_role, extra)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kvpp_connectors.launch.options import nearest
+from kvpp_connectors.connector.options import nearest
 from kvpp_connectors.launch.problems import Problem
 from kvpp_connectors.plugin import children_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvpp_connectors.launch.options import read_settings
 from kvpp_core.policy import DecodePolicy
 
-__all__ = ["Connector", "Launch", "kv_cache_dtype", "launch_from_vllm", "mode_name"]
+__all__ = ["Connector", "Launch", "launch_from_vllm", "mode_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +118,6 @@ def launch_from_vllm(config: Any) -> Launch:
         is DecodePolicy.OWNER,
         connector=_connector(transfer) if transfer and transfer.kv_connector else None,
     )
-
-
-def kv_cache_dtype(config: Any) -> str:
-    """The KV cache's dtype: "auto" means the model's, which may differ between two engines."""
-    named = str(config.cache_config.cache_dtype)
-    return str(config.model_config.dtype) if named == "auto" else named
 
 
 def _connector(transfer: Any) -> Connector:

@@ -10,21 +10,21 @@ look like a misspelt one of ours.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from kvpp_connectors.connector.names import OPTIONS, SWITCH
+from kvpp_connectors.connector.options import nearest
 from kvpp_connectors.launch.problems import Problem
 from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
-__all__ = ["SWITCH", "KvppOptions", "Settings", "complaints", "nearest", "read_settings"]
+__all__ = ["KvppOptions", "Settings", "read_settings"]
 
-SWITCH = "enable_kvpp"
-OPTIONS = "kvpp"
 _TYPING_ERROR = 0.85  # two letters swapped or one wrong; enable_kv_nz, of others, is at 0.78
 _LONGEST_WAIT_S = 86_400  # a day
 _RETIRED = {"kvpp_size": "the group is always TP x PCP"}
@@ -135,37 +135,6 @@ class Settings:
 
     enabled: bool
     options: KvppOptions
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest of ``known``, or the whole list."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(known))}."
-
-
-def complaints(
-    error: ValidationError, model: type[BaseModel], source: str, idle: Sequence[str] = ()
-) -> str:
-    """What is wrong with each key of ``source``, and what is expected there.
-
-    ``idle``: keys that are taken besides the model's.
-    """
-    return "; ".join(_complaint(detail, model, source, idle) for detail in error.errors())
-
-
-def _complaint(detail: Any, model: type[BaseModel], source: str, idle: Sequence[str]) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        known = (*model.model_fields, *idle)
-        return f"{source}: there is no key {key!r}. {nearest(key, known)}"
-    if not key:
-        return f"{source}: {detail['msg'].removeprefix('Value error, ')}"
-    field = model.model_fields.get(key.split(".", maxsplit=1)[0])
-    expected = f" Expected: {field.description}." if field else ""
-    given = (
-        "is missing" if detail["type"] == "missing" else f"= {detail['input']!r}: {detail['msg']}"
-    )
-    return f"{source}: {key} {given}.{expected}"
 
 
 def read_settings(additional_config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpp_connectors.connector.names import MULTI, P2P, POOL
+from kvpp_connectors.connector.options import nearest
 from kvpp_connectors.launch.facts import Connector, Launch
-from kvpp_connectors.launch.options import nearest
 from kvpp_connectors.launch.problems import Problem, Severity
 from kvpp_connectors.pool.options import IDLE_KEYS, PoolOptions
 
@@ -28,7 +29,6 @@ __all__ = [
 FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"  # the operation that waits for a layer
 FIXED_K_METHODS = ("mtp", "eagle3", "dspark")
-P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 OUR_WORKERS = "kvpp_connectors.engine."
 PLATFORM_WORKERS = (
     "auto",

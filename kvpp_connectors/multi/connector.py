@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector as VllmMultiConnector,
 )
 
-from kvpp_connectors.plugin import CONNECTORS
+from kvpp_connectors.connector.names import CONNECTOR_MODULES
 
 __all__ = ["MultiConnector"]
 
@@ -50,7 +50,7 @@ class MultiConnector(VllmMultiConnector):
         """Stats that came as plain data from another process, by class name of the child."""
         rebuilt = {
             name: _class(name).build_kv_connector_stats(data=found)
-            if name in CONNECTORS and not isinstance(found, KVConnectorStats)
+            if name in CONNECTOR_MODULES and not isinstance(found, KVConnectorStats)
             else found
             for name, found in (data or {}).items()
         }
@@ -59,4 +59,4 @@ class MultiConnector(VllmMultiConnector):
 
 
 def _class(name: str) -> Any:
-    return getattr(import_module(CONNECTORS[name]), name)
+    return getattr(import_module(CONNECTOR_MODULES[name]), name)

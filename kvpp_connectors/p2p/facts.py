@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from kvpp_connectors.launch.facts import kv_cache_dtype
+from kvpp_connectors.connector.identity import kv_cache_dtype
 from kvpp_connectors.p2p.options import P2pOptions, listening_host, read_key, read_options
 
 __all__ = ["EngineFacts", "engine_facts"]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvpp_connectors.connector.host import own_host
-from kvpp_connectors.launch.options import nearest
+from kvpp_connectors.connector.options import nearest
 from kvpp_core.errors import KvppError
 
 __all__ = ["KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]

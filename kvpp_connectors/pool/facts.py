@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpp_connectors.connector.identity import kv_cache_dtype
 from kvpp_connectors.connector.weights import weights_identity
-from kvpp_connectors.launch.facts import kv_cache_dtype
 from kvpp_connectors.pool.keys import (
     Fingerprint,
     Namespace,

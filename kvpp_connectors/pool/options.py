@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from kvpp_connectors.launch.options import complaints
+from kvpp_connectors.connector.options import complaints
 from kvpp_core.errors import KvppError
 
 __all__ = ["IDLE_KEYS", "PoolOptions", "loads_blocks", "read_pool_options"]

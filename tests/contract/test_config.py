@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as patience
 from hypothesis import strategies as st
 
-from kvpp_connectors.launch.options import KvppOptions, nearest, read_settings
+from kvpp_connectors.connector.options import nearest
+from kvpp_connectors.launch.options import KvppOptions, read_settings
 from kvpp_connectors.launch.problems import Problem, Severity
 from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
