@@ -209,7 +209,8 @@ def rich_table(table: Table) -> RichTable:
 
 
 def _command(arguments: list[str]) -> str:
-    return shlex.join(["kvpp", *(word for word in arguments if word not in _FORMATS)])
+    words = (word for word in arguments if word not in _FORMATS)
+    return shlex.join(["python", "-m", "benchmarks", *words])
 
 
 def _now() -> str:
