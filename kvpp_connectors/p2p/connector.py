@@ -9,13 +9,14 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.facts import rank_position
 from kvpp_connectors.connector.process import published
 from kvpp_connectors.p2p.facts import engine_facts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
 from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.worker import Ranks, WorkerSide
+from kvpp_connectors.p2p.worker import WorkerSide
 
 __all__ = ["MooncakeConnectorV2"]
 
@@ -34,7 +35,8 @@ class MooncakeConnectorV2(ConnectorShell):
         self._worker: WorkerSide | None = None
         self._counted: Counter[str] = Counter()
         if role == KVConnectorRole.WORKER:
-            self._worker = WorkerSide(facts, _ranks(), published(vllm_config).layout, _over_pcp)
+            layout = published(vllm_config).layout
+            self._worker = WorkerSide(facts, rank_position(), layout, _over_pcp)
             return
         if facts.produces:
             self._prefill = PrefillScheduler(facts)
@@ -148,16 +150,6 @@ class MooncakeConnectorV2(ConnectorShell):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
         return metadata
-
-
-def _ranks() -> Ranks:
-    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
-
-    return Ranks(
-        pp=get_pp_group().rank_in_group,
-        pcp=get_pcp_group().rank_in_group,
-        tp=get_tp_group().rank_in_group,
-    )
 
 
 def _over_pcp(address: WorkerAddress) -> list[WorkerAddress]:

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.identity import kv_cache_dtype
 from kvpp_connectors.p2p.options import P2pOptions, listening_host, read_key, read_options
 
@@ -43,12 +44,11 @@ class EngineFacts:
         """Whether decode workers take parts of a pull from each other."""
         return self.options.share_pulls and self.consumes and self.tp * self.pcp > 1
 
-    def handshake_port(self, pp_rank: int, pcp_rank: int, tp_rank: int) -> int:
+    def handshake_port(self, position: RankPosition) -> int:
         """Where a worker of this engine answers; 0 where kv_port is 0: a free one."""
         if not self.kv_port:
             return 0
-        rank = (pp_rank * self.pcp + pcp_rank) * self.tp + tp_rank
-        return self.kv_port + self.dp_rank * self.workers + rank
+        return self.kv_port + self.dp_rank * self.workers + position.engine_rank
 
 
 def engine_facts(vllm_config: Any) -> EngineFacts:

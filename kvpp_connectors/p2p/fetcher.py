@@ -13,9 +13,11 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import torch
+
+from kvpp_connectors.connector.threads import log_error, make_executor
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.lease_client import PullFailed, ReaderLease
 from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
@@ -74,6 +76,7 @@ class PullerSettings:
     pull_timeout: float
     window: int
     threads: int
+    device: torch.device | None = None  # where the caches lie
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ class Puller:
         self._engine = engine
         self._settings = settings
         self._sharing = sharing
-        self._pool = ThreadPoolExecutor(settings.threads, thread_name_prefix="kvpp pull")
+        self._pool = make_executor("kvpp pull", settings.threads, device=settings.device)
         self._lock = threading.Lock()
         self._results: list[PullResult] = []
         self._cancelled: set[str] = set()
@@ -113,7 +116,10 @@ class Puller:
             self._sharing.board.expect(pull.ticket)
         with self._lock:
             self._running.add(pull.request_id)
-        self._pool.submit(self._run, pull, share).add_done_callback(_log_bug)
+        log_error(
+            self._pool.submit(self._run, pull, share),
+            f"request {pull.request_id}: its pull ended with a fault of this package",
+        )
 
     def cancel(self, request_id: str) -> None:
         """Nobody wants the result: submit no more reads. The pull still ends by `take_results`."""
@@ -299,8 +305,3 @@ class Puller:
                 f"the worker at {name} was restarted since the request was prefilled",
             )
         return reply
-
-
-def _log_bug(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
-        logger.error("a pull ended with a fault of this package", exc_info=error)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.protocol import Granted, Release, Renew, Reply, Request, party_of
 from kvpp_connectors.p2p.rpc import PeerUnreachable, ask_once
@@ -57,8 +58,11 @@ class Courier:
         self._interested: Counter[_Transfer] = Counter()  # requests that are kept, per transfer
         self._releases: queue.SimpleQueue[tuple[_Kept, str] | None] = queue.SimpleQueue()
         self.not_reached = 0
-        self._thread = threading.Thread(target=self._run, name="kvpp courier", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            "kvpp courier",
+            self._run,
+            "the leases of requests that wait here run out at prefill; restart the engine",
+        )
 
     def keep(self, request_id: str, offer: Offer) -> None:
         """Renew the lease until `release` or `forget`."""

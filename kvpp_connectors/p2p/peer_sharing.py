@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.protocol import (
     Describe,
@@ -130,10 +131,11 @@ class _Messenger:
         self._timeout = timeout
         self._words: queue.SimpleQueue[ShareEnded | None] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name=f"kvpp words to {self._client.name}", daemon=True
+        self._thread = start_thread(
+            f"kvpp words to {self._client.name}",
+            self._run,
+            "that rank pulls this rank's shares from prefill, each after a wait",
         )
-        self._thread.start()
 
     def send(self, word: ShareEnded) -> None:
         """Returns at once."""

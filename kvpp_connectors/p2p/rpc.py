@@ -14,6 +14,7 @@ from contextlib import closing
 
 import zmq
 
+from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.protocol import (
     MAX_REPLY,
@@ -66,8 +67,11 @@ class ControlServer:
         self._socket = self._bind(port, option)
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name=f"kvpp {what}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            f"kvpp {what}",
+            self._serve,
+            f"nobody answers at {host}:{self.port} any more; restart the engine",
+        )
 
     @property
     def alive(self) -> bool:

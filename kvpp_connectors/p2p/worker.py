@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import (
     TransferEngine,
     default_protocol,
@@ -36,18 +38,9 @@ from kvpp_connectors.p2p.rpc import ControlServer
 from kvpp_connectors.p2p.stats import P2pStats
 from kvpp_core.layout import RankLayout
 
-__all__ = ["Ranks", "WorkerSide"]
+__all__ = ["WorkerSide"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Where a worker stands in its engine."""
-
-    pp: int
-    pcp: int
-    tp: int
 
 
 class WorkerSide:
@@ -56,12 +49,13 @@ class WorkerSide:
     def __init__(
         self,
         facts: EngineFacts,
-        ranks: Ranks,
+        position: RankPosition,
         layout: RankLayout | None,
         gather: Callable[[WorkerAddress], list[WorkerAddress]],
     ) -> None:
         """``gather`` exchanges addresses among the PCP ranks of this PP and TP rank."""
-        self._facts, self._ranks, self._layout, self._gather = facts, ranks, layout, gather
+        self._facts, self._position = facts, position
+        self._layout, self._gather = layout, gather
         self._addresses: list[WorkerAddress] = []
         self._engine: TransferEngine | None = None
         self._server: ControlServer | None = None
@@ -79,7 +73,8 @@ class WorkerSide:
         facts, options = self._facts, self._facts.options
         protocol = options.protocol or default_protocol(facts.device_type)
         self._engine = process_engine(facts.host, protocol)
-        kept = kept_components(single_tensors(kv_caches), self._layout)
+        caches = single_tensors(kv_caches)
+        kept = kept_components(caches, self._layout)
         for cache in kept.values():
             self._engine.register(cache.untyped_storage())
         self._description = Description(
@@ -91,7 +86,8 @@ class WorkerSide:
             regions=cache_regions(kept),
         )
         if facts.consumes:
-            self._puller = self._make_puller(self._description, self._engine)
+            device = next(iter(caches.values())).device
+            self._puller = self._make_puller(self._description, self._engine, device)
         if facts.produces or self._shares:
             self._server = self._listen()
             self._addresses = self._gather(
@@ -107,7 +103,7 @@ class WorkerSide:
         if self._puller is None:
             return
         for pull in step.pulls:
-            self._puller.submit(pull, step.groups.get(self._ranks.pp, ()))
+            self._puller.submit(pull, step.groups.get(self._position.pp, ()))
         for request_id in step.cancelled:
             self._puller.cancel(request_id)
 
@@ -140,16 +136,17 @@ class WorkerSide:
             self._server.close()
 
     def _listen(self) -> ControlServer:
-        facts, ranks = self._facts, self._ranks
+        facts, position = self._facts, self._position
         server = ControlServer(
             facts.host,
-            facts.handshake_port(ranks.pp, ranks.pcp, ranks.tp),
+            facts.handshake_port(position),
             facts.key,
             self._answer,
-            what=f"worker pp {ranks.pp} pcp {ranks.pcp} tp {ranks.tp} of engine {facts.engine_id}",
+            what=f"worker pp {position.pp} pcp {position.pcp} tp {position.tp} of engine "
+            f"{facts.engine_id}",
             option=f"kv_transfer_config.kv_port (now {facts.kv_port}; 0 takes free ports)",
         )
-        logger.info("worker %s answers handshakes at %s:%d", ranks, facts.host, server.port)
+        logger.info("worker %s answers handshakes at %s:%d", position, facts.host, server.port)
         if facts.key is None and facts.host not in ("127.0.0.1", "::1", "localhost"):
             logger.warning(
                 "%s:%d is open to everybody who can reach it; share a key (key_file, "
@@ -172,24 +169,27 @@ class WorkerSide:
         # With KVPP no two ranks keep the same layers.
         return self._facts.shares_pulls and self._layout is None
 
-    def _make_puller(self, own: Description, engine: TransferEngine) -> Puller:
+    def _make_puller(
+        self, own: Description, engine: TransferEngine, device: torch.device
+    ) -> Puller:
         facts, options = self._facts, self._facts.options
         sharing = None
         if self._shares:
             sharing = Sharing(own, facts.key, options.control_timeout_s, options.share_wait_s)
-        return Puller(own, engine, self._puller_settings(), sharing)
+        return Puller(own, engine, self._puller_settings(device), sharing)
 
-    def _puller_settings(self) -> PullerSettings:
-        facts, ranks, options = self._facts, self._ranks, self._facts.options
+    def _puller_settings(self, device: torch.device) -> PullerSettings:
+        facts, options = self._facts, self._facts.options
         return PullerSettings(
             engine_id=facts.engine_id,
-            reader=(ranks.pp * facts.pcp + ranks.pcp) * facts.tp + ranks.tp,
+            reader=self._position.engine_rank,
             readers=facts.workers,
             key=facts.key,
             control_timeout=options.control_timeout_s,
             pull_timeout=options.pull_timeout_s,
             window=options.window,
             threads=options.threads,
+            device=device,
         )
 
     def _log(self, result: PullResult) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.facts import local_device, rank_position
 from kvpp_connectors.connector.host import own_host
 from kvpp_connectors.connector.process import published
 from kvpp_connectors.log import get_logger
@@ -19,7 +21,7 @@ from kvpp_connectors.pool.scheduler import PoolScheduler
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.create import make_backend
 from kvpp_connectors.pool.store.resilient import GuardedBackend
-from kvpp_connectors.pool.worker import PoolWorker, Ranks
+from kvpp_connectors.pool.worker import PoolWorker
 
 __all__ = ["AscendStoreConnector"]
 
@@ -39,15 +41,20 @@ class AscendStoreConnector(ConnectorShell):
         self._worker: PoolWorker | None = None
         self._worker_facts: PoolWorkerFacts | None = None
         if role == KVConnectorRole.WORKER:
-            ranks = _ranks()
-            self._stats = PoolStats(f"pool rank {ranks.stage}/{ranks.rank}")
-            backend = self._connect(device=ranks.rank)
+            position = rank_position()
+            device = local_device(self._facts.device_type)
+            self._stats = PoolStats(f"pool rank {position.pp}/{position.group_rank}")
             self._worker = PoolWorker(
-                self._facts, ranks, published(vllm_config), backend, self._stats
+                self._facts,
+                position,
+                published(vllm_config),
+                self._connect(device),
+                self._stats,
+                device,
             )
             return
         self._stats = PoolStats("pool scheduler")
-        self._backend = self._connect(device=None)
+        self._backend = self._connect(None)
         lookup = Lookup(self._backend.exist, self._stats, self._facts.options.lookup_deadline_s)
         self._scheduler = PoolScheduler(self._facts, lookup)
         for key in sorted(IDLE_KEYS.keys() & self._facts.extra.keys()):
@@ -140,25 +147,15 @@ class AscendStoreConnector(ConnectorShell):
             self._scheduler.close()
             self._backend.close()
 
-    def _connect(self, *, device: int | None) -> GuardedBackend:
+    def _connect(self, device: torch.device | None) -> GuardedBackend:
+        """``device``: this worker's; None for a scheduler, which only asks."""
         facts = self._facts
         backend = make_backend(
             facts.options.backend, facts.extra, own_host(), facts.device_type, device=device
         )
-        return GuardedBackend(backend, self._stats)
+        return GuardedBackend(backend, self._stats, device=device)
 
     def _step(self) -> PoolStep:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolStep)
         return metadata
-
-
-def _ranks() -> Ranks:
-    from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
-
-    tp, pcp = get_tp_group(), get_pcp_group()
-    return Ranks(
-        stage=get_pp_group().rank_in_group,
-        rank=pcp.rank_in_group * tp.world_size + tp.rank_in_group,
-        group=pcp.world_size * tp.world_size,
-    )

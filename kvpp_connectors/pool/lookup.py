@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
 
@@ -79,8 +80,11 @@ class Lookup:
         self._jobs: dict[str, _Job] = {}
         self._closed = False
         self._call_since: float | None = None  # when the running call of ``exist`` began
-        self._thread = threading.Thread(target=self._run, name="kvpp-pool-lookup", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(
+            "kvpp-pool-lookup",
+            self._run,
+            "requests get no blocks from the pool any more; restart the engine",
+        )
 
     def ask(self, request_id: str, blocks: Blocks, wait_s: float = 0.0) -> Hit | None:
         """The hit of a request, or None: not known yet, ask again in a later step.

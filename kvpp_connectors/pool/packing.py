@@ -115,9 +115,8 @@ class CacheBlocks:
         """Behind everything that the accelerator was given until now; None: there is none."""
         if self.device.type == "cpu":
             return None
-        event = torch.Event(self.device)
-        event.record()
-        return event
+        # The event's stream is named: it would be that of the thread's current device.
+        return torch.accelerator.current_stream(self.device).record_event()
 
     def gather(self, blocks: Sequence[int], staged: torch.Tensor) -> None:
         """Copy blocks into ``staged``: uint8 (len(blocks), payload bytes), rows may be strided.

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.process import KvppFacts, offer_layer_loads
-from kvpp_connectors.connector.threads import NOT_RUN, one_thread, tell_of_error
+from kvpp_connectors.connector.threads import log_error, make_executor
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.block_objects import BlockStore, Staging
 from kvpp_connectors.pool.facts import PoolFacts
@@ -25,23 +26,14 @@ from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.recorded import recorded
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.pool.store.base import Outcome
+from kvpp_connectors.pool.store.base import NOT_RUN, Outcome
 from kvpp_connectors.pool.store.resilient import GuardedBackend
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.trace import Lane
 
-__all__ = ["PoolWorker", "Ranks"]
+__all__ = ["PoolWorker"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Where a worker stands in its engine: pipeline stage, and rank in the stage's group."""
-
-    stage: int
-    rank: int
-    group: int  # ranks in the stage's group
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +58,22 @@ class PoolWorker:
     def __init__(
         self,
         facts: PoolFacts,
-        ranks: Ranks,
+        position: RankPosition,
         kvpp: KvppFacts,
         backend: GuardedBackend,
         stats: PoolStats,
+        device: torch.device,
     ) -> None:
-        self._facts, self._ranks, self._kvpp = facts, ranks, kvpp
+        """``device``: where the caches lie."""
+        self._facts, self._position, self._kvpp = facts, position, kvpp
+        self._device = device
         self._backend, self._stats = backend, stats
         self._caches: CacheBlocks | None = None
         self._save_job: Callable[[Namespace, BlockJob, Callable[[], None]], object] | None = None
         self._reader: BlockStore | None = None
         self._layers: StepLoads | None = None
-        self._saving = one_thread("kvpp-pool-save")
-        self._loading = one_thread("kvpp-pool-load")
+        self._saving = make_executor("kvpp-pool-save", device=device)
+        self._loading = make_executor("kvpp-pool-load", device=device)
         self._saves: dict[str, list[_Save]] = {}  # by request, until it is over
         self._loads: list[_Load] = []
         self._ended: set[str] = set()
@@ -137,7 +132,7 @@ class PoolWorker:
                 self._layers.settle()  # no broadcast waits for them
             return
         for job in step.loads:
-            outcomes = tell_of_error(
+            outcomes = log_error(
                 self._loading.submit(self._load, step.namespace, job, ready),
                 f"request {job.request_id}: a load from the pool ended with an error",
             )
@@ -202,7 +197,7 @@ class PoolWorker:
 
     @property
     def _shard(self) -> Shard:
-        return Shard(self._ranks.stage, self._ranks.rank if self._owns_shard else 0)
+        return Shard(self._position.pp, self._position.group_rank if self._owns_shard else 0)
 
     def _inventory(self, kv_caches: Mapping[str, torch.Tensor]) -> Inventory:
         if self._kvpp.layout is not None:
@@ -225,7 +220,7 @@ class PoolWorker:
             writer = LayerStores(self._backend, kv_caches, inventory, self._staging(), spans)
             self._save_job = lambda namespace, job, copied: writer.save(namespace, self._shard, job)
         layout, prefetch = self._kvpp.layout, self._facts.options.layerwise_prefetch_layers
-        self._layers = StepLoads(reader, prefetch, self._shard)
+        self._layers = StepLoads(reader, prefetch, self._shard, self._device)
         if layout is not None:
             self._layers.expect(bundle.layer for bundle in layout.placement.bundles)
             offer_layer_loads(self._layers)
@@ -248,7 +243,7 @@ class PoolWorker:
                 if not copied.done():
                     copied.set_result(None)
 
-        ended = tell_of_error(
+        ended = log_error(
             self._saving.submit(save),
             "a save into the pool ended with an error; its blocks are not in it",
         )
@@ -281,7 +276,7 @@ class PoolWorker:
         mine = [
             (block, found)
             for block, found in zip(job.blocks, job.hashes, strict=True)
-            if block % self._ranks.group == self._ranks.rank
+            if block % self._position.group_size == self._position.group_rank
         ]
         return BlockJob(job.request_id, tuple(b for b, _ in mine), tuple(h for _, h in mine))
 

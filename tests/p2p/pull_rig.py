@@ -8,13 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
 from kvpp_connectors.p2p.caches import cache_regions
 from kvpp_connectors.p2p.fetcher import Pull, Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.protocol import Description
 from kvpp_connectors.p2p.read_window import ReadEngine
 from kvpp_connectors.p2p.transfer_params import read_offer
-from kvpp_connectors.p2p.worker import Ranks
 from kvpp_core.layout import Placement
 from tests.core.rank_memory import ALIGNED, UNALIGNED, uneven_model
 from tests.p2p.conftest import Machine
@@ -42,7 +42,7 @@ PLACEMENT = Placement(BUNDLES, (0, 0), 1, 0, DRAFTS)
 TOKENS = 4 * BLOCK_SIZE
 REMOTE, LOCAL = (1, 3, 5, 7), (8, 2, 9, 4)  # scattered: a read for each block and component
 TIMEOUT = 0.5  # seconds, of one control message
-WORKER = Ranks(0, 0, 0)
+WORKER = RankPosition()
 
 
 class Gate:

@@ -17,13 +17,14 @@ from unittest import mock
 
 import torch
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import TransferEngine
 from kvpp_connectors.p2p import worker as worker_module
 from kvpp_connectors.p2p.facts import EngineFacts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.options import P2pOptions
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.worker import Ranks, WorkerSide
+from kvpp_connectors.p2p.worker import WorkerSide
 from kvpp_core.layout import RankLayout
 
 __all__ = [
@@ -114,19 +115,19 @@ class Prefill:
 
     def add_worker(
         self,
-        ranks: Ranks,
+        position: RankPosition,
         caches: Mapping[str, torch.Tensor],
         engine: TransferEngine,
         layout: RankLayout | None = None,
         **changes: Any,
     ) -> None:
         """Start a worker; ``changes`` make its facts differ from the engine's."""
-        worker = WorkerSide(replace(self.facts, **changes), ranks, layout, lambda own: [own])
+        worker = WorkerSide(replace(self.facts, **changes), position, layout, lambda own: [own])
         _register(worker, caches, engine)
         handshake = worker.handshake()
         assert handshake is not None
         self._workers.append(worker)
-        self._handshakes[(ranks.pp, ranks.pcp, ranks.tp)] = handshake
+        self._handshakes[(position.pp, position.pcp, position.tp)] = handshake
         self.scheduler.meet_workers(self._handshakes)
 
     def offer(self, tokens: int, blocks: Sequence[int], name: str | None = None) -> dict[str, Any]:
@@ -158,10 +159,10 @@ class Decode:
         self._workers: list[WorkerSide] = []
 
     def add_worker(
-        self, ranks: Ranks, caches: Mapping[str, torch.Tensor], engine: TransferEngine
+        self, position: RankPosition, caches: Mapping[str, torch.Tensor], engine: TransferEngine
     ) -> None:
         """Start a worker."""
-        worker = WorkerSide(self.facts, ranks, None, lambda own: [own])
+        worker = WorkerSide(self.facts, position, None, lambda own: [own])
         _register(worker, caches, engine)
         self._workers.append(worker)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.p2p.caches import cache_regions, kept_components
-from kvpp_connectors.p2p.worker import Ranks
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.layout import Placement, build_layout
 from kvpp_core.ownership import assign_owners
@@ -51,16 +51,17 @@ class Side:
         kind = "kvpp" if self.kvpp else "interleaved" if self.interleaved else "replicated"
         return f"pp{self.pp}-pcp{self.pcp}-tp{self.tp}-{split}-{kind}"
 
-    def workers(self) -> Iterator[tuple[int, Ranks, Placement]]:
-        """Number, ranks and placement of each worker. Drafts are on the last stage."""
+    def workers(self) -> Iterator[tuple[int, RankPosition, Placement]]:
+        """Number, position and placement of each worker. Drafts are on the last stage."""
         ends = list(itertools.accumulate(self.split))
         for pp, pcp, tp in itertools.product(range(self.pp), range(self.pcp), range(self.tp)):
             stage = self.targets[ends[pp] - self.split[pp] : ends[pp]]
             drafts = self.drafts if pp == self.pp - 1 else ()
-            ranks, rank = (self.pcp * self.tp, pcp * self.tp + tp) if self.kvpp else (1, 0)
-            owners = assign_owners(stage, ranks)
-            number = (pp * self.pcp + pcp) * self.tp + tp
-            yield number, Ranks(pp, pcp, tp), Placement(stage, owners, ranks, rank, drafts)
+            position = RankPosition(pp, pcp, tp, self.pcp, self.tp)
+            group = position.group_size, position.group_rank
+            ranks, rank = group if self.kvpp else (1, 0)
+            placement = Placement(stage, assign_owners(stage, ranks), ranks, rank, drafts)
+            yield position.engine_rank, position, placement
 
 
 PREFILLS = [

@@ -17,6 +17,7 @@ import pytest
 import torch
 import zmq
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.p2p.protocol import (
     Codec,
     Describe,
@@ -31,7 +32,6 @@ from kvpp_connectors.p2p.protocol import (
     Valid,
 )
 from kvpp_connectors.p2p.rpc import ControlClient, ControlServer, PeerUnreachable
-from kvpp_connectors.p2p.worker import Ranks
 from kvpp_core.errors import KvppError
 from tests.p2p.conftest import Machine
 from tests.p2p.sides import PATIENCE, Prefill, engine_facts, eventually, listening
@@ -116,7 +116,9 @@ def test_a_worker_on_a_taken_port_names_its_ranks_the_port_and_the_option(machin
     with taken_port() as port:
         facts = engine_facts("prefill", kv_port=port - 3, pp=2, tp=2)
         with contextlib.closing(Prefill(facts)) as prefill, pytest.raises(KvppError) as error:
-            prefill.add_worker(Ranks(pp=1, pcp=0, tp=1), caches(machine), machine.prefill[0])
+            prefill.add_worker(
+                RankPosition(pp=1, tp=1, tp_size=2), caches(machine), machine.prefill[0]
+            )
     for word in (f"{HOST}:{port}", "pp 1 pcp 0 tp 1", facts.engine_id, "kv_transfer_config.kv_port",
                  f"now {port - 3}", "0 takes free ports"):  # fmt: skip
         assert word in str(error.value)
@@ -138,7 +140,7 @@ def instance_ports(kv_port: int, dp: int, pp: int, pcp: int, tp: int) -> list[in
     """Where all workers of an instance answer."""
     return [
         engine_facts("prefill", kv_port=kv_port, dp_rank=rank, pp=pp, pcp=pcp, tp=tp)
-        .handshake_port(*ranks)
+        .handshake_port(RankPosition(*ranks, pcp, tp))
         for rank in range(dp)
         for ranks in itertools.product(range(pp), range(pcp), range(tp))
     ]  # fmt: skip
@@ -149,7 +151,7 @@ def test_two_instances_that_overlap_are_detected_and_with_port_zero_they_do_not(
 ) -> None:
     """1.1: the second instance does not start on the first one's ports."""
     first = free_range(4)
-    ranks = [Ranks(0, 0, tp) for tp in range(2)]
+    ranks = [RankPosition(tp=tp, tp_size=2) for tp in range(2)]
 
     def start(stack: contextlib.ExitStack, kv_port: int) -> set[int]:
         prefill = Prefill(engine_facts("prefill", kv_port=kv_port, tp=2))
@@ -291,7 +293,7 @@ def test_the_clock_ticks_without_traffic_and_under_a_flood() -> None:
 def test_lease_and_worker_endpoints_answer_only_what_is_theirs(machine: Machine) -> None:
     """1.1: two endpoints that are mistaken for one another say so."""
     with contextlib.closing(Prefill(engine_facts("prefill"))) as prefill, listening() as lines:
-        prefill.add_worker(Ranks(0, 0, 0), caches(machine), machine.prefill[0])
+        prefill.add_worker(RankPosition(), caches(machine), machine.prefill[0])
         params = prefill.offer(16, [0])
         [worker] = params["kvpp"]["workers"]
         with asking(worker["port"]) as client:

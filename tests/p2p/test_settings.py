@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.p2p.facts import EngineFacts, engine_facts
 from kvpp_connectors.p2p.options import KEY_VARIABLE, listening_host, read_key, read_options
 from kvpp_core.errors import KvppError
@@ -94,7 +95,7 @@ def test_ranks_and_ports_come_from_the_configuration() -> None:
     """1.1: the second data-parallel replica's last worker."""
     found = facts()
     assert found.workers == 8
-    assert found.handshake_port(1, 1, 1) == 37000 + 8 + 7
+    assert found.handshake_port(RankPosition(1, 1, 1, 2, 2)) == 37000 + 8 + 7
 
 
 @pytest.mark.parametrize(

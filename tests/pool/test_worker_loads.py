@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpp_connectors.connector.threads import one_thread
+from kvpp_connectors.connector.threads import make_executor
 from kvpp_connectors.pool.messages import PoolStep
 from kvpp_connectors.pool.packing import CacheBlocks
 from kvpp_connectors.pool.worker import PoolWorker
@@ -148,7 +148,7 @@ def test_packing_takes_one_processor_and_leaves_the_model_its_own(
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     torch._C.set_num_threads(2)
     try:
-        with one_thread("test") as thread:
+        with make_executor("test") as thread:
             assert thread.submit(torch.get_num_threads).result(PATIENCE) == 1
         assert torch.get_num_threads() == 2
     finally:

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from kvpp_connectors.pool.block_objects import Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
@@ -48,7 +50,7 @@ class LayerPool:
         self.shard = Shard(0, memory.placement.rank)
         keeps = bool(Inventory.kept(memory.placement).parts)
         self._stores = layer_stores(self.store, memory) if keeps else None
-        self.loads = StepLoads(self._stores, prefetch, self.shard)
+        self.loads = StepLoads(self._stores, prefetch, self.shard, torch.device("cpu"))
         self.loads.expect(bundle.layer for bundle in memory.placement.bundles)
 
     def save(self, job: BlockJob) -> None:

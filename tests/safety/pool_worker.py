@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.process import KvppFacts
 from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.options import PoolOptions
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.resilient import GuardedBackend
-from kvpp_connectors.pool.worker import PoolWorker, Ranks
+from kvpp_connectors.pool.worker import PoolWorker
 from tests.core.rank_memory import RankMemory
 from tests.pool.test_packing import caches_of
 from tests.safety.faulty_store import FaultyStore
@@ -21,9 +24,16 @@ __all__ = ["pool_worker"]
 
 @contextlib.contextmanager
 def pool_worker(
-    store: FaultyStore, memory: RankMemory, kvpp: bool, **options: Any
+    store: FaultyStore,
+    memory: RankMemory,
+    kvpp: bool,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a value, made once
+    **options: Any,
 ) -> Iterator[PoolWorker]:
-    """The only worker of its engine, or with ``kvpp`` the worker of its rank."""
+    """The only worker of its engine, or with ``kvpp`` the worker of its rank.
+
+    ``device`` is what its threads are told; the memory is the processor's.
+    """
     facts = PoolFacts(
         options=PoolOptions(**options),
         extra={},
@@ -37,7 +47,14 @@ def pool_worker(
     rank, ranks = memory.placement.rank, memory.placement.ranks
     keeps = KvppFacts(memory.layout) if kvpp else KvppFacts()
     stats = PoolStats("test")
-    worker = PoolWorker(facts, Ranks(0, rank, ranks), keeps, GuardedBackend(store, stats), stats)
+    worker = PoolWorker(
+        facts,
+        RankPosition(tp=rank, tp_size=ranks),
+        keeps,
+        GuardedBackend(store, stats, device=device),
+        stats,
+        device,
+    )
     worker.register(caches_of(memory))
     try:
         yield worker

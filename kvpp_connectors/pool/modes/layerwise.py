@@ -14,13 +14,13 @@ from functools import partial
 
 import torch
 
-from kvpp_connectors.connector.threads import NOT_RUN, one_thread, tell_of_error
+from kvpp_connectors.connector.threads import log_error, make_executor
 from kvpp_connectors.pool.block_objects import BlockStore, Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.recorded import recorded
-from kvpp_connectors.pool.store.base import Backend, Outcome
+from kvpp_connectors.pool.store.base import NOT_RUN, Backend, Outcome
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
 from kvpp_core.trace import Lane, SpanRecorder
@@ -82,10 +82,12 @@ class LayerStores:
 class StepLoads:
     """The loads of one step, layer by layer, on a thread. Offered to the engine as LayerLoads."""
 
-    def __init__(self, stores: LayerStores | None, prefetch: int, shard: Shard) -> None:
+    def __init__(
+        self, stores: LayerStores | None, prefetch: int, shard: Shard, device: torch.device
+    ) -> None:
         """``stores``: None for a rank that keeps nothing, which still follows the steps."""
         self._stores, self._prefetch, self._shard = stores, prefetch, shard
-        self._thread = one_thread("kvpp-pool-layers")
+        self._thread = make_executor("kvpp-pool-layers", device=device)
         self._order: list[int] = []  # all target layers of the stage, as the model runs them
         self._jobs: list[BlockJob] = []
         self._namespace: Namespace | None = None
@@ -160,7 +162,7 @@ class StepLoads:
             self._begin(LayerId(False, layer), self._fences[layer])
 
     def _begin(self, layer: LayerId, fence: Future[None]) -> Future[None]:
-        return tell_of_error(
+        return log_error(
             self._thread.submit(self._load, layer, fence),
             f"the load of {layer.tag} from the pool ended with an error; its blocks are invalid",
         )

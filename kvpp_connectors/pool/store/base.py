@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from kvpp_core.errors import KvppError
 
-__all__ = ["Backend", "Buffer", "Outcome", "PoolUnavailable", "Result", "all_ended"]
+__all__ = ["NOT_RUN", "Backend", "Buffer", "Outcome", "PoolUnavailable", "Result", "all_ended"]
 
 
 class PoolUnavailable(KvppError):
@@ -65,6 +65,9 @@ class Outcome:
     def __str__(self) -> str:
         code = "" if self.code is None else f" (code {self.code})"
         return f"{self.result}{code}{': ' if self.words else ''}{self.words}"
+
+
+NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
 
 
 class Buffer(NamedTuple):

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from kvpp_connectors.connector.transfer_engine import default_protocol, process_engine
 from kvpp_connectors.pool.store.base import Backend
 from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
@@ -16,7 +18,12 @@ __all__ = ["make_backend"]
 
 
 def make_backend(
-    name: str, extra: Mapping[str, Any], host: str, device_type: str, *, device: int | None
+    name: str,
+    extra: Mapping[str, Any],
+    host: str,
+    device_type: str,
+    *,
+    device: torch.device | None,
 ) -> Backend:
     """Make it; it does not connect yet.
 
@@ -25,14 +32,15 @@ def make_backend(
         extra: ``kv_connector_extra_config``.
         host: address of this process.
         device_type: where the caches lie.
-        device: index of this worker's device; None for a scheduler, which only asks.
+        device: this worker's, on this host; None for a scheduler, which only asks.
 
     Raises:
         KvppError: its settings are missing or wrong.
     """
     if name == "memcache":
         kind = MemoryKind.HOST if device_type == "cpu" else MemoryKind.DEVICE
-        return MemCacheBackend(kind, device or 0, moves_data=device is not None)
+        index = 0 if device is None else device.index or 0
+        return MemCacheBackend(kind, index, moves_data=device is not None)
     settings = read_mooncake_settings(extra, os.environ)
     protocol = settings.protocol or default_protocol(device_type)
     if device is None:

@@ -10,6 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
+from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import (
@@ -44,15 +47,25 @@ class GuardedBackend:
         opens_after: int = 3,
         pause_s: float = 0.5,
         longest_pause_s: float = 8.0,
+        *,
+        device: torch.device | None = None,
     ) -> None:
-        """``opens_after`` failed calls in a row open the breaker; ``pause_s`` then to a probe."""
+        """``opens_after`` failed calls in a row open the breaker; ``pause_s`` then to a probe.
+
+        ``device``: where the memory lies that is registered with the store.
+        """
         self._backend = backend
         self._stats = stats
         self._breaker = Breaker(opens_after, pause_s, longest_pause_s)
         self._reason = "not connected yet"
         self._stopped = threading.Event()
-        self._loop = threading.Thread(target=self._reconnect, name="kvpp-pool-connect", daemon=True)
-        self._loop.start()
+        self._loop = start_thread(
+            "kvpp-pool-connect",
+            self._reconnect,
+            f"the {self.name} pool is not connected again after its next failure; restart the "
+            "engine",
+            device=device,
+        )
 
     @property
     def name(self) -> str:
