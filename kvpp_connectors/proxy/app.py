@@ -12,12 +12,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.proxy.backends import Backends, open_session
+from kvpp_connectors.proxy.errors import error_object
 from kvpp_connectors.proxy.metrics import Metrics
-from kvpp_connectors.proxy.nodes import Leg, Pool
+from kvpp_connectors.proxy.node import Leg
+from kvpp_connectors.proxy.node_pool import NodePool
 from kvpp_connectors.proxy.options import ProxyOptions
 from kvpp_connectors.proxy.probes import Prober
-from kvpp_connectors.proxy.problems import error_object
-from kvpp_connectors.proxy.release import NoReleaser, ReleaseDesk, Releaser
+from kvpp_connectors.proxy.releases import NoReleaser, Releaser, ReleaseRunner
 from kvpp_connectors.proxy.service import Service
 
 __all__ = ["make_runner", "serve"]
@@ -27,9 +28,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_runner(options: ProxyOptions, releaser: Releaser | None = None) -> web.AppRunner:
-    """The proxy, ready to be bound to an address.
+    """The proxy's application, to be bound to an address.
 
-    ``releaser`` gives transfers back that no decode node reads; without one, prefill's lease does.
+    ``releaser`` releases transfers that no decode node reads; without one, prefill keeps their
+    blocks until the lease expires.
     """
     app = web.Application(client_max_size=options.max_body_bytes, middlewares=[_openai_errors])
     _Proxy(options, releaser or NoReleaser()).add_to(app)
@@ -37,14 +39,14 @@ def make_runner(options: ProxyOptions, releaser: Releaser | None = None) -> web.
         app,
         handler_cancellation=True,  # a client that goes away cancels its request
         shutdown_timeout=options.shutdown_timeout,
-        access_log=None,  # there is one line per request of our own
+        access_log=None,  # Service logs one line per request
     )
 
 
 async def serve(
     options: ProxyOptions, host: str, port: int, releaser: Releaser | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then let running requests end. A second signal kills.
+    """Serve until SIGTERM or SIGINT, then finish running requests. A second signal kills.
 
     Raises:
         OSError: the address cannot be bound.
@@ -77,18 +79,21 @@ async def _signals(stop: asyncio.Event) -> AsyncIterator[None]:
 
 
 class _Proxy:
-    """Everything that lives as long as the server, put together."""
+    """Builds the service and runs its background work for the life of the server."""
 
     def __init__(self, options: ProxyOptions, releaser: Releaser) -> None:
         self._options = options
         self._releaser = releaser
-        self._pools = (Pool(Leg.PREFILL, options.prefill), Pool(Leg.DECODE, options.decode))
+        self._pools = (
+            NodePool(Leg.PREFILL, options.prefill),
+            NodePool(Leg.DECODE, options.decode),
+        )
         self._nodes = [node for pool in self._pools for node in pool.nodes]
         self._metrics = Metrics(self._nodes)
         self._service: Service
 
     def add_to(self, app: web.Application) -> None:
-        """Routes and background work."""
+        """Register routes and background work."""
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, lambda request: self._service.generate(request))
         app.router.add_get("/v1/models", lambda request: self._service.models(request))
@@ -97,18 +102,19 @@ class _Proxy:
         app.cleanup_ctx.append(self._run)
 
     async def _run(self, app: web.Application) -> AsyncIterator[None]:
-        """Around the life of the server. Running requests have ended when this goes on."""
+        """Start and stop what the server needs. aiohttp resumes it after the running requests."""
         del app
         options = self._options
         async with open_session(options) as session:
             backends = Backends(session, options)
-            desk = ReleaseDesk(self._releaser, options.release_timeout, self._metrics.releases)
+            metrics = self._metrics
+            releases = ReleaseRunner(self._releaser, options.release_timeout, metrics.releases)
             prober = Prober(self._nodes, backends.health, options.probe_interval)
-            self._service = Service(options, *self._pools, backends, desk, self._metrics)
+            self._service = Service(options, *self._pools, backends, releases, metrics)
             await prober.start()
             yield
             await prober.close()
-            await desk.close()
+            await releases.close()
 
     async def _health(self, request: web.Request) -> web.Response:
         """200 if both legs have a node in rotation, else 503; the body names all nodes."""
@@ -125,11 +131,11 @@ class _Proxy:
 
 @web.middleware
 async def _openai_errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """What aiohttp refuses (no such path or method), in the shape of the other errors."""
+    """Answer aiohttp's own errors (no such path or method) with OpenAI's error object."""
     try:
         return await handler(request)
     except web.HTTPException as error:
-        shown = error_object(
+        body = error_object(
             f"{request.method} {request.path}: {error.reason}", "HTTPError", error.status
         )
-        return web.json_response({"error": shown}, status=error.status)
+        return web.json_response({"error": body}, status=error.status)

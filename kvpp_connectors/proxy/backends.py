@@ -1,4 +1,4 @@
-"""The two legs over HTTP: what is sent, what counts as an answer, and what a failure is called."""
+"""HTTP calls of prefill and decode nodes: requests, answers, and their failures as errors."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from typing import Any
 import aiohttp
 
 from kvpp_connectors.proxy.call import Call
-from kvpp_connectors.proxy.nodes import Node
+from kvpp_connectors.proxy.errors import BackendRejection, LegFailed
+from kvpp_connectors.proxy.node import Node
 from kvpp_connectors.proxy.options import ProxyOptions
-from kvpp_connectors.proxy.problems import LegFailed, Refused
 from kvpp_connectors.proxy.sse import EventBuffer, begins_answer, is_done, split_at_error
 
-__all__ = ["Backends", "Prefilled", "Streamed", "Whole", "open_session"]
+__all__ = ["Backends", "PrefillAnswer", "StreamedAnswer", "WholeAnswer", "open_session"]
 
-_EXCERPT = 300  # characters of a back-end's error that are repeated
+_EXCERPT = 300  # characters of a back-end's error body in ours
 _FORWARDED = ("Content-Type", "Retry-After", "WWW-Authenticate")
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """What prefill answered."""
+class PrefillAnswer:
+    """kv_transfer_params and finish reason of a prefill."""
 
     params: dict[str, Any] | None  # None: nothing to transfer
     finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """An answer that was read to its end. Never empty."""
+class WholeAnswer:
+    """A complete answer that is not streamed. Its body is never empty."""
 
     body: bytes
     headers: Mapping[str, str]
 
 
-class Streamed:
-    """An answer as events, of which the first ones are there."""
+class StreamedAnswer:
+    """A streamed answer, forwarded event by event; ``first`` holds its first events."""
 
     def __init__(self, node: Node, content: aiohttp.StreamReader, idle_timeout: float) -> None:
         self._node = node
@@ -52,10 +52,10 @@ class Streamed:
         self.first = b""
 
     async def begin(self) -> None:
-        """Read until the answer has begun. Keep-alives and the role wait with it.
+        """Read until the answer has begun. Keep-alives and the role are held back until then.
 
         Raises:
-            Refused: an error of the client's, as the first event.
+            BackendRejection: the first event is an error with a 4xx code.
             LegFailed: any other error, or an end without an answer.
         """
         while True:
@@ -73,7 +73,7 @@ class Streamed:
         """Whole events after the first ones, to the end of a complete answer.
 
         Raises:
-            LegFailed: the stream broke, stood still, ended early or told of an error.
+            LegFailed: the stream broke, stalled, ended early or contained an error.
         """
         done = is_done(self.first)
         while chunk := await self._next(done):
@@ -82,16 +82,19 @@ class Streamed:
             if events:
                 yield events
             if error is not None:
-                raise LegFailed(self._node, f"an error in its stream: {error}", shown=error)
+                raise LegFailed(self._node, f"an error in its stream: {error}", from_backend=error)
         if not done:
             raise LegFailed(self._node, "the stream ended before its answer did")
 
     async def _next(self, done: bool) -> bytes:
-        """The next chunk, or nothing at the end. A complete answer is read to its end, too: a
-        server whose connection closes early takes the request for an aborted one."""
+        """The next chunk, or nothing at the end of the stream.
+
+        A complete answer is read to its end, too: a server whose connection closes early takes the
+        request for an aborted one.
+        """
         late = f"nothing for {self._idle_timeout:g} s in its stream"
         try:
-            with _reported(self._node, late):
+            with _leg_failures(self._node, late):
                 async with asyncio.timeout(self._idle_timeout):
                     return await self._content.readany()
         except LegFailed:
@@ -103,8 +106,8 @@ class Streamed:
 def open_session(options: ProxyOptions) -> aiohttp.ClientSession:
     """The client session of a proxy.
 
-    Connections are not reused: one that the back-end closes at that very moment would look like a
-    node that failed. Their number is not limited: a hundred is aiohttp's default.
+    Connections are not reused: a back-end that closes an idle one just then would look like a node
+    that failed. Their number is not limited (aiohttp's default is 100).
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -116,21 +119,21 @@ def open_session(options: ProxyOptions) -> aiohttp.ClientSession:
 
 
 class Backends:
-    """Calls of back-ends. Each is bounded, and closes its connection when it is cancelled."""
+    """Calls of back-ends. Each has a timeout, and closes its connection when it is cancelled."""
 
     def __init__(self, session: aiohttp.ClientSession, options: ProxyOptions) -> None:
         self._session = session
         self._options = options
 
-    async def prefill(self, node: Node, call: Call, number: int) -> Prefilled:
+    async def prefill(self, node: Node, call: Call, number: int) -> PrefillAnswer:
         """Run the prompt on ``node``; try ``number`` of this call.
 
         Raises:
-            Refused: a 4xx.
+            BackendRejection: a 4xx.
             LegFailed: anything else but an answer.
         """
         bound = self._options.prefill_timeout
-        with _reported(node, f"no answer within {bound:g} s"):
+        with _leg_failures(node, f"no answer within {bound:g} s"):
             async with (
                 asyncio.timeout(bound),
                 await self._post(node, call, call.prefill_body(), number) as response,
@@ -141,19 +144,20 @@ class Backends:
     @asynccontextmanager
     async def decode(
         self, node: Node, call: Call, params: Mapping[str, Any] | None, number: int
-    ) -> AsyncIterator[Whole | Streamed]:
-        """Ask ``node`` for the answer; the block begins once its first bytes are there.
+    ) -> AsyncIterator[WholeAnswer | StreamedAnswer]:
+        """Send the request to ``node``; the block begins once the answer's first bytes are there.
 
         Raises:
-            Refused: a 4xx.
+            BackendRejection: a 4xx.
             LegFailed: anything else but an answer. Never raised for errors inside the block.
         """
         streamed = call.body.get("stream") is True
         options = self._options
         bound = options.decode_first_byte_timeout if streamed else options.decode_timeout
+        late = f"no {'first token' if streamed else 'answer'} in {bound:g} s"
         response: aiohttp.ClientResponse | None = None
         try:
-            with _reported(node, f"no {'first token' if streamed else 'answer'} in {bound:g} s"):
+            with _leg_failures(node, late):
                 async with asyncio.timeout(bound):
                     response = await self._post(node, call, call.decode_body(params), number)
                     await _check(node, response)
@@ -164,7 +168,7 @@ class Backends:
                 response.close()
 
     async def health(self, node: Node) -> None:
-        """Probe ``node`` and note what was seen."""
+        """Probe ``node`` and mark it up, down or slow."""
         bound = self._options.probe_timeout
         try:
             async with (
@@ -172,20 +176,25 @@ class Backends:
                 self._session.get(f"{node.url}/health", allow_redirects=False) as response,
             ):
                 if response.status == 200:
-                    node.seen_up()
+                    node.mark_up()
                 else:
-                    node.seen_down(f"/health answered {response.status}")
+                    node.mark_down(f"/health answered {response.status}")
         except _UNREACHABLE as error:
-            node.seen_down(_describe(error))
+            node.mark_down(_describe(error))
         except TimeoutError:
-            node.seen_slow(f"/health did not answer within {bound:g} s")
+            node.mark_slow(f"/health did not answer within {bound:g} s")
         except (aiohttp.ClientError, OSError) as error:
-            node.seen_down(_describe(error))
+            node.mark_down(_describe(error))
 
-    async def get(self, node: Node, path: str, headers: Mapping[str, str]) -> Whole:
-        """Fetch a small document, such as the list of models."""
+    async def get(self, node: Node, path: str, headers: Mapping[str, str]) -> WholeAnswer:
+        """GET ``path``, such as the list of models.
+
+        Raises:
+            BackendRejection: a 4xx.
+            LegFailed: anything else but an answer.
+        """
         bound = self._options.probe_timeout
-        with _reported(node, f"{path} did not answer within {bound:g} s"):
+        with _leg_failures(node, f"{path} did not answer within {bound:g} s"):
             async with (
                 asyncio.timeout(bound),
                 self._session.get(
@@ -198,9 +207,9 @@ class Backends:
     async def _post(
         self, node: Node, call: Call, body: bytes, number: int
     ) -> aiohttp.ClientResponse:
-        """Send a request. A connection that was not there in time is tried once more.
+        """Send a request; retry once if the connection timed out.
 
-        Nothing was sent then, and it may have been this process that had no time for a while.
+        Nothing was sent then, and this process itself may have been short of processor time.
         """
         post = partial(
             self._session.post,
@@ -214,64 +223,66 @@ class Backends:
         except aiohttp.ConnectionTimeoutError:
             return await post()
 
-    async def _open(self, node: Node, response: aiohttp.ClientResponse) -> Whole | Streamed:
+    async def _open(
+        self, node: Node, response: aiohttp.ClientResponse
+    ) -> WholeAnswer | StreamedAnswer:
         if response.content_type != "text/event-stream":
             return await _read_whole(node, response)
-        answer = Streamed(node, response.content, self._options.stream_idle_timeout)
+        answer = StreamedAnswer(node, response.content, self._options.stream_idle_timeout)
         await answer.begin()
         return answer
 
 
 async def _check(node: Node, response: aiohttp.ClientResponse) -> None:
-    """Raise what a status other than 200 means."""
+    """Raise on a status other than 200: BackendRejection for 4xx, else LegFailed."""
     if response.status == 200:
         return
     body = await response.read()
     if 400 <= response.status < 500:
-        raise Refused(response.status, body, _forwarded(response))
+        raise BackendRejection(response.status, body, _forwarded(response))
     raise LegFailed(node, f"it answered {response.status} {_excerpt(body)}".rstrip())
 
 
-async def _read_whole(node: Node, response: aiohttp.ClientResponse) -> Whole:
+async def _read_whole(node: Node, response: aiohttp.ClientResponse) -> WholeAnswer:
     body = await response.read()
     if not body.strip():
         raise LegFailed(node, "it answered 200 with an empty body")
-    return Whole(body, _forwarded(response))
+    return WholeAnswer(body, _forwarded(response))
 
 
-def _read_prefill(node: Node, body: bytes) -> Prefilled:
+def _read_prefill(node: Node, body: bytes) -> PrefillAnswer:
     try:
         answer = json.loads(body)
         reason = answer["choices"][0].get("finish_reason")
         params = answer.get("kv_transfer_params")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise LegFailed(node, f"it answered 200 without a choice: {_excerpt(body)}") from error
-    return Prefilled(params if isinstance(params, dict) and params else None, reason)
+    return PrefillAnswer(params if isinstance(params, dict) and params else None, reason)
 
 
-def _early_error(node: Node, error: Mapping[str, Any]) -> Refused | LegFailed:
-    """An error event where the first tokens should be: nothing was sent, so it gets a status."""
+def _early_error(node: Node, error: Mapping[str, Any]) -> BackendRejection | LegFailed:
+    """An error event before any token. The client has no status yet, so it gets the error's."""
     code = error.get("code")
     if isinstance(code, int) and 400 <= code < 500:
         body = json.dumps({"error": error}).encode()
-        return Refused(code, body, {"Content-Type": "application/json"})
+        return BackendRejection(code, body, {"Content-Type": "application/json"})
     return LegFailed(node, f"an error instead of an answer: {error.get('message', error)}")
 
 
 @contextmanager
-def _reported(node: Node, late: str) -> Iterator[None]:
-    """Call what HTTP and the network raise a failure of ``node``, and have the node looked at."""
+def _leg_failures(node: Node, late: str) -> Iterator[None]:
+    """Turn errors of HTTP and the network into LegFailed, and have ``node`` probed at once."""
     try:
         yield
     except _UNREACHABLE as error:
-        node.seen_down(_describe(error))
-        node.doubted.set()
+        node.mark_down(_describe(error))
+        node.probe_now.set()
         raise LegFailed(node, _describe(error)) from error
     except TimeoutError as error:
-        node.doubted.set()
+        node.probe_now.set()
         raise LegFailed(node, late, timed_out=True) from error
     except (aiohttp.ClientError, OSError) as error:
-        node.doubted.set()
+        node.probe_now.set()
         raise LegFailed(node, _describe(error)) from error
 
 

@@ -1,4 +1,4 @@
-"""One request of a client, and the bodies that the two legs get of it."""
+"""A client's request, and the bodies and headers sent to the two legs for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpp_connectors.proxy.problems import Invalid
+from kvpp_connectors.proxy.errors import InvalidRequest
 
 __all__ = ["Call", "read_call"]
 
 _ID = "X-Request-Id"
-# What a back-end is told of the client's headers. X-data-parallel-rank is not among them: the two
-# legs have ranks of their own.
+# The client's headers that back-ends receive. Not X-data-parallel-rank: the legs' ranks differ.
 _PASSED = ("Authorization", "traceparent", "tracestate", "X-Session-ID", "X-Vllm-Priority")
-_REQUEST_WORK = 1024  # what a request costs beside its length, in bytes of body
+_REQUEST_WORK = 1024  # fixed cost of a request, in bytes of body
 
-# What tells a connector that another engine will decode; it fills in the rest.
+# Tells prefill's connector that another engine decodes; the connector fills in the rest.
 _PREFILL_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -32,7 +31,7 @@ _PREFILL_PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request of a client, parsed. ``work`` is what it weighs in the choice of a node."""
+    """A client's request, parsed. ``work``: its load on a node, in bytes of body."""
 
     path: str
     request_id: str
@@ -44,8 +43,8 @@ class Call:
     def without_transfer(self) -> str | None:
         """Why decode has to run the prompt itself, or None if prefill can do it.
 
-        Transfer data belongs to one sequence and is read once. Scores of the prompt's tokens are
-        made by running it.
+        A transfer belongs to one sequence and is read once; logprobs of the prompt's tokens need
+        its forward pass.
         """
         if self.body.get("n") not in (None, 1) or self.body.get("use_beam_search"):
             return "several_sequences"
@@ -57,7 +56,7 @@ class Call:
         return None
 
     def prefill_body(self) -> bytes:
-        """The body for prefill: one token, no stream, and the wish for transfer data."""
+        """The body for prefill: one token, not streamed, with the request for a transfer."""
         body = {**self.body, "stream": False, "max_tokens": 1, "min_tokens": 1}
         if "max_completion_tokens" in body:
             body["max_completion_tokens"] = 1
@@ -65,14 +64,14 @@ class Call:
         return json.dumps({**body, "kv_transfer_params": _PREFILL_PARAMS}).encode()
 
     def decode_body(self, params: Mapping[str, Any] | None) -> bytes:
-        """The client's body with prefill's transfer data, verbatim, or with none."""
+        """The client's body with prefill's kv_transfer_params, verbatim, or without any."""
         body = dict(self.body)
         if params is not None:
             body["kv_transfer_params"] = params
         return json.dumps(body).encode()
 
     def headers_of_try(self, number: int) -> dict[str, str]:
-        """Headers for a back-end. A further try has an id of its own: the first may still live."""
+        """Headers for a back-end. Each retry has its own id: the first try may still be running."""
         mark = f".{number}" if number > 1 else ""
         return {**self.headers, _ID: self.request_id + mark}
 
@@ -80,17 +79,17 @@ class Call:
 def read_call(path: str, headers: Mapping[str, str], raw: bytes) -> Call:
     """Parse a client's request.
 
-    Transfer data of the client's own is dropped: it would make an engine connect to any address.
+    The client's own kv_transfer_params are dropped: they could make an engine connect anywhere.
 
     Raises:
-        Invalid: the body is no JSON object.
+        InvalidRequest: the body is not a JSON object.
     """
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise Invalid(400, f"the body is no JSON: {error}") from error
+        raise InvalidRequest(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise Invalid(400, f"the body must be a JSON object, not {type(body).__name__}")
+        raise InvalidRequest(400, f"the body must be a JSON object, not {type(body).__name__}")
     body.pop("kv_transfer_params", None)
     chosen = headers.get(_ID) or body.pop("request_id", None)
     body.pop("request_id", None)

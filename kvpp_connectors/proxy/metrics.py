@@ -1,4 +1,4 @@
-"""What operators see at /metrics."""
+"""Prometheus metrics of a proxy, served at /metrics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvpp_connectors.proxy.nodes import Leg, Node
-from kvpp_connectors.proxy.problems import Outcome
+from kvpp_connectors.proxy.errors import RequestOutcome
+from kvpp_connectors.proxy.node import Leg, Node
 
 __all__ = ["Metrics"]
 
@@ -16,7 +16,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
 class Metrics:
-    """The counters of one proxy, in a registry of its own."""
+    """Counters, gauges and histograms of one proxy, in a registry of its own."""
 
     def __init__(self, nodes: Iterable[Node]) -> None:
         self.registry = CollectorRegistry()
@@ -31,7 +31,7 @@ class Metrics:
             "first_byte_seconds", "Arrival of a request to the first chunk of its answer"
         )
         self.request_seconds = self._histogram("request_seconds", "A whole request")
-        for outcome in Outcome:
+        for outcome in RequestOutcome:
             self.requests.labels(outcome)
         for leg in Leg:
             self.retries.labels(leg)

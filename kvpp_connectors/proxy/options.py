@@ -1,4 +1,4 @@
-"""What an operator can set. Times are seconds, and every wait has one."""
+"""Options of a proxy. Times are seconds; every wait has a timeout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ProxyOptions"]
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """Nodes, bounds and limits of one proxy.
+    """Nodes, timeouts and limits of one proxy.
 
     Raises:
-        ValueError: a URL is none, a pool is empty, or a bound is not positive and finite.
+        ValueError: a URL is not one, a leg has no node, or a timeout is not positive and finite.
     """
 
     prefill: tuple[str, ...]

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.proxy.nodes import Node
+from kvpp_connectors.proxy.node import Node
 
 __all__ = ["Prober"]
 
@@ -15,9 +15,9 @@ _LOG = get_logger(__name__)
 
 
 class Prober:
-    """Probes each node every ``interval`` seconds, and at once when a request had trouble there.
+    """Probes each node every ``interval`` seconds, and at once after a request failed there.
 
-    ``probe`` must be bounded, and notes on the node what it saw.
+    ``probe`` must have a timeout, and marks the node up, down or slow.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Prober:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Probe every node once, then go on in the background."""
+        """Probe every node once, then keep probing in the background."""
         await asyncio.gather(*map(self._probe, self._nodes))
         for node in self._nodes:
             task = asyncio.get_running_loop().create_task(self._watch(node))
@@ -46,12 +46,12 @@ class Prober:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval):
-                    await node.doubted.wait()
-            node.doubted.clear()
+                    await node.probe_now.wait()
+            node.probe_now.clear()
             await self._probe(node)
 
 
 def _report(task: asyncio.Task[None]) -> None:
-    """A watch ends by being cancelled; any other end is a bug and must not go unseen."""
+    """Log a watch that ended other than by being cancelled: that is a bug."""
     if not task.cancelled() and (error := task.exception()):
         _LOG.critical("the probes of a node have ended", exc_info=error)

@@ -11,13 +11,21 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.proxy.backends import Backends, Streamed, Whole
+from kvpp_connectors.proxy.backends import Backends, StreamedAnswer, WholeAnswer
 from kvpp_connectors.proxy.call import Call, read_call
+from kvpp_connectors.proxy.errors import (
+    BackendRejection,
+    InvalidRequest,
+    LegFailed,
+    NoNode,
+    RequestError,
+    RequestOutcome,
+)
 from kvpp_connectors.proxy.metrics import Metrics
-from kvpp_connectors.proxy.nodes import Node, Pool
+from kvpp_connectors.proxy.node import Node
+from kvpp_connectors.proxy.node_pool import NodePool
 from kvpp_connectors.proxy.options import ProxyOptions
-from kvpp_connectors.proxy.problems import Invalid, LegFailed, NoNode, Outcome, Problem, Refused
-from kvpp_connectors.proxy.release import ReleaseDesk, Transfer
+from kvpp_connectors.proxy.releases import PrefillTransfer, ReleaseRunner
 from kvpp_connectors.proxy.sse import error_event
 
 __all__ = ["Service"]
@@ -28,15 +36,15 @@ _NO_ID = "-"  # of a request that could not be read
 
 @dataclass(slots=True)
 class _Record:
-    """What the log line and the metrics say of a request. Times in seconds."""
+    """A request for its log line and the metrics. Times in seconds."""
 
     request_id: str = _NO_ID
     prefill: Node | None = None
     decode: Node | None = None
     prefill_s: float | None = None
     first_byte_s: float | None = None
-    status: int = 0  # 0: the client got none
-    outcome: Outcome = Outcome.INTERNAL
+    status: int = 0  # 0: none was sent
+    outcome: RequestOutcome = RequestOutcome.INTERNAL
     tries: int = 0
     started: float = field(default_factory=time.monotonic)
 
@@ -47,26 +55,26 @@ class _Record:
 
 
 class _ClientGone(Exception):
-    """The client has closed its connection, or takes nothing any more."""
+    """The client has closed its connection, or does not read any more."""
 
 
 class Service:
-    """Answers the requests of clients with the nodes of two pools."""
+    """Answers clients' requests: prefill on one node, decode on another."""
 
     def __init__(
         self,
         options: ProxyOptions,
-        prefill: Pool,
-        decode: Pool,
+        prefill: NodePool,
+        decode: NodePool,
         backends: Backends,
-        desk: ReleaseDesk,
+        releases: ReleaseRunner,
         metrics: Metrics,
     ) -> None:
         self._options = options
         self._prefill_pool = prefill
         self._decode_pool = decode
         self._backends = backends
-        self._desk = desk
+        self._releases = releases
         self._metrics = metrics
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -76,17 +84,17 @@ class Service:
             call = await self._receive(request)
             record.request_id = call.request_id
             return await self._serve(call, request, record)
-        except Problem as problem:
+        except RequestError as problem:
             response = problem.response()
             if record.request_id != _NO_ID:
                 response.headers["X-Request-Id"] = record.request_id
             record.outcome, record.status = problem.outcome, response.status
             return response
         except asyncio.CancelledError:
-            record.outcome = Outcome.CLIENT_GONE
+            record.outcome = RequestOutcome.CLIENT_GONE
             raise
         except _ClientGone:
-            record.outcome = Outcome.CLIENT_GONE
+            record.outcome = RequestOutcome.CLIENT_GONE
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
@@ -96,14 +104,14 @@ class Service:
     async def models(self, request: web.Request) -> web.Response:
         """The list of models, from the first decode node that answers."""
         headers = {k: v for k, v in request.headers.items() if k == "Authorization"}
-        problem: Problem = NoNode(self._decode_pool.leg)
+        problem: RequestError = NoNode(self._decode_pool.leg)
         for node in self._decode_pool.healthy:
             try:
                 answer = await self._backends.get(node, request.path, headers)
                 return web.Response(body=answer.body, headers=answer.headers)
             except LegFailed as error:
                 problem = error
-            except Refused as error:
+            except BackendRejection as error:
                 return error.response()
         return problem.response()
 
@@ -113,18 +121,18 @@ class Service:
             async with asyncio.timeout(bound):
                 raw = await request.read()
         except TimeoutError as error:
-            raise Invalid(408, f"the body did not arrive within {bound:g} s") from error
+            raise InvalidRequest(408, f"the body did not arrive within {bound:g} s") from error
         except web.HTTPRequestEntityTooLarge as error:
             limit = self._options.max_body_bytes
-            raise Invalid(413, f"the body is larger than {limit} bytes") from error
+            raise InvalidRequest(413, f"the body is larger than {limit} bytes") from error
         except web.RequestPayloadError as error:
-            raise Invalid(400, f"the body cannot be read: {error}") from error
+            raise InvalidRequest(400, f"the body cannot be read: {error}") from error
         except ConnectionError as error:
             raise _ClientGone from error
         return read_call(request.path, request.headers, raw)
 
     async def _serve(self, call: Call, request: web.Request, record: _Record) -> web.StreamResponse:
-        """Try until an answer has begun. Each try has its own prefill: transfers are one-shot."""
+        """Try until an answer has begun. Each try has its own prefill: a transfer is read once."""
         failed: dict[Node, LegFailed] = {}
         failure: LegFailed | None = None
         for number in range(1, self._options.retries + 2):
@@ -147,7 +155,7 @@ class Service:
     async def _try(
         self, call: Call, request: web.Request, record: _Record, failed: dict[Node, LegFailed]
     ) -> web.StreamResponse:
-        self._decode_pool.require()  # before a prefill is spent
+        self._decode_pool.require()  # before a prefill is run in vain
         async with self._prefilled(call, record, failed) as transfer:
             with self._decode_pool.assigned(call.work, failed) as node:
                 record.decode = node
@@ -156,14 +164,14 @@ class Service:
                 ) as answer:
                     record.first_byte_s = record.seconds
                     response = await self._forward(request, answer, record)
-            transfer.used = record.outcome is Outcome.OK
+            transfer.used = record.outcome is RequestOutcome.OK
             return response
 
     @asynccontextmanager
     async def _prefilled(
         self, call: Call, record: _Record, failed: dict[Node, LegFailed]
-    ) -> AsyncIterator[Transfer]:
-        """A fresh transfer, released at the end unless it was used. Empty: decode recomputes."""
+    ) -> AsyncIterator[PrefillTransfer]:
+        """Run prefill; release its transfer at the end unless used. Empty: decode recomputes."""
         params = None
         reason = call.without_transfer
         if reason is None:
@@ -178,14 +186,14 @@ class Service:
             elif params is None or not params.get("do_remote_prefill"):
                 reason = "not_offered"
         if reason is not None:
-            self._note_recompute(call, record, reason)
+            self._count_recompute(call, record, reason)
             if params is not None:
-                self._desk.release(params, call.request_id)
+                self._releases.release(params, call.request_id)
             params = None
-        with self._desk.held(params, call.request_id) as transfer:
+        with self._releases.held(params, call.request_id) as transfer:
             yield transfer
 
-    def _note_recompute(self, call: Call, record: _Record, reason: str) -> None:
+    def _count_recompute(self, call: Call, record: _Record, reason: str) -> None:
         self._metrics.recomputes.labels(reason).inc()
         if record.prefill_s is not None:
             _LOG.warning(
@@ -196,13 +204,13 @@ class Service:
             )
 
     async def _forward(
-        self, request: web.Request, answer: Whole | Streamed, record: _Record
+        self, request: web.Request, answer: WholeAnswer | StreamedAnswer, record: _Record
     ) -> web.StreamResponse:
-        """Send an answer that has begun. What goes wrong from here on cannot be tried again."""
+        """Send an answer that has begun. From here on nothing is retried."""
         own = {"X-Request-Id": record.request_id}
         record.status = 200
-        if isinstance(answer, Whole):
-            record.outcome = Outcome.OK
+        if isinstance(answer, WholeAnswer):
+            record.outcome = RequestOutcome.OK
             return web.Response(body=answer.body, headers={**answer.headers, **own})
         stream = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         response = web.StreamResponse(headers={**stream, **own})
@@ -211,16 +219,20 @@ class Service:
         try:
             async for events in answer.rest():
                 await self._to_client(response.write(events))
-            record.outcome = Outcome.OK
+            record.outcome = RequestOutcome.OK
         except LegFailed as cut:
-            record.outcome = Outcome.CUT
+            record.outcome = RequestOutcome.CUT
             _LOG.warning("request %s: its stream was cut: %s", record.request_id, cut)
-            await self._to_client(response.write(error_event(cut.shown or cut.error())))
+            await self._to_client(response.write(error_event(cut.from_backend or cut.error())))
         await self._to_client(response.write_eof())
         return response
 
     async def _to_client(self, sending: Awaitable[object]) -> None:
-        """A client that has gone, or takes nothing for too long, ends the request."""
+        """Await ``sending``.
+
+        Raises:
+            _ClientGone: the client has gone, or took nothing for client_timeout.
+        """
         try:
             async with asyncio.timeout(self._options.client_timeout):
                 await sending

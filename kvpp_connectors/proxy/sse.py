@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed answer, as far as a proxy has to understand them."""
+"""Server-sent events of a streamed answer: where events, errors and answers begin and end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _DONE = b"[DONE]"
 
 
 class EventBuffer:
-    """Cuts a byte stream at the ends of events, so that nobody ever sees half of one."""
+    """Cuts a byte stream into whole events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The events that ``chunk`` completes; what follows them waits for the next chunk."""
+        """The events that ``chunk`` completes; the rest is kept for the next chunk."""
         if not self._rest and chunk.endswith(b"\n\n"):
             return chunk
         data = self._rest + chunk
@@ -30,21 +30,21 @@ class EventBuffer:
 
 
 def is_done(events: bytes) -> bool:
-    """Whether the mark of a complete answer is among whole events."""
+    """Whether ``[DONE]``, the end of a complete answer, is among whole events."""
     return _DONE in events and _DONE in _payloads(events)
 
 
 def begins_answer(events: bytes) -> bool:
-    """Whether there is anything of an answer in whole events.
+    """Whether whole events hold a part of an answer.
 
-    A comment, the mark of the end, and a chunk that only names the role of the speaker are none:
-    vLLM sends the role before it looks whether its engine has failed.
+    Comments, ``[DONE]`` and a chunk that only names the role do not count: vLLM sends the role
+    before it checks whether its engine has failed.
     """
     return any(map(_is_answer, _payloads(events)))
 
 
 def split_at_error(events: bytes) -> tuple[bytes, Mapping[str, Any] | None]:
-    """What comes before the first error event, and its error object; all and None without one."""
+    """The events before the first error event, and its error object; all and None without one."""
     if b'"error"' not in events:
         return events, None
     start = 0
@@ -58,7 +58,7 @@ def split_at_error(events: bytes) -> tuple[bytes, Mapping[str, Any] | None]:
 
 
 def error_event(error: Mapping[str, Any]) -> bytes:
-    """An error as the last event of a stream, in the shape that OpenAI's clients raise."""
+    """An error as the last event of a stream, as OpenAI's clients expect it."""
     return b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
 
 
@@ -83,7 +83,7 @@ def _payloads(events: bytes) -> Iterator[bytes]:
 
 
 def _object(payload: bytes) -> dict[str, Any]:
-    """A payload's JSON object; empty if it is none."""
+    """A payload's JSON object; empty if it is not one."""
     try:
         value = json.loads(payload)
     except ValueError:

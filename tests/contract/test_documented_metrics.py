@@ -15,8 +15,8 @@ from kvpp_connectors.engine.metrics import BroadcastCounters
 from kvpp_connectors.p2p.metrics import P2pPromMetrics
 from kvpp_connectors.pool.metrics import PoolPromMetrics
 from kvpp_connectors.pool.store.base import Result
+from kvpp_connectors.proxy.errors import RequestOutcome
 from kvpp_connectors.proxy.metrics import Metrics
-from kvpp_connectors.proxy.problems import Outcome
 from kvpp_core.stats import PipelineStats
 from tests.contract.documents import DOCS, table
 from tests.contract.test_metrics import metrics
@@ -93,7 +93,7 @@ def test_the_tables_have_every_value_of_a_label() -> None:
     assert first_cells("### Prefill and decode", 1) == {r for pair in given for r in pair if r} | {
         "internal"  # a fault of ours, which raises something else
     }
-    assert all(f"`{outcome}`" in text for outcome in Outcome)
+    assert all(f"`{outcome}`" in text for outcome in RequestOutcome)
 
 
 def test_the_dashboard_has_every_metric() -> None:

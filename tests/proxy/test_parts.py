@@ -8,9 +8,10 @@ import random
 import pytest
 
 from kvpp_connectors.proxy.call import read_call
-from kvpp_connectors.proxy.nodes import Leg, Node, Pool
+from kvpp_connectors.proxy.errors import NoNode
+from kvpp_connectors.proxy.node import Leg, Node
+from kvpp_connectors.proxy.node_pool import NodePool
 from kvpp_connectors.proxy.options import ProxyOptions
-from kvpp_connectors.proxy.problems import NoNode
 from kvpp_connectors.proxy.sse import (
     EventBuffer,
     begins_answer,
@@ -89,34 +90,34 @@ def test_ids_are_unique_and_keep_what_the_client_chose() -> None:
 def test_a_node_leaves_after_two_slow_probes_in_a_row_or_one_refusal() -> None:
     """A busy server is slow at times; a successful probe in between starts the count anew."""
     node = Node(Leg.DECODE, "http://a")
-    node.seen_up()
+    node.mark_up()
     for _ in range(3):
-        node.seen_slow("slow")
+        node.mark_slow("slow")
         assert node.healthy
-        node.seen_up()
-    node.seen_slow("slow")
-    node.seen_slow("slow")
+        node.mark_up()
+    node.mark_slow("slow")
+    node.mark_slow("slow")
     assert not node.healthy
-    node.seen_up()
-    node.seen_down("refused")
+    node.mark_up()
+    node.mark_down("refused")
     assert not node.healthy
 
 
 def test_a_node_that_failed_a_request_is_its_last_choice_only() -> None:
     """With others it is avoided, however much they have to do; alone it is asked again."""
-    pool = Pool(Leg.DECODE, ["http://a", "http://b"])
+    pool = NodePool(Leg.DECODE, ["http://a", "http://b"])
     a, b = pool.nodes
-    a.seen_up()
-    b.seen_up()
+    a.mark_up()
+    b.mark_up()
     b.work = 1 << 30
     with pool.assigned(1, {a}) as chosen:
         assert chosen is b
-    b.seen_down("gone")
+    b.mark_down("gone")
     with pool.assigned(5, {a}) as chosen:
         assert chosen is a
         assert (a.work, a.requests) == (5, 1)
     assert (a.work, a.requests) == (0, 0)
-    a.seen_down("gone")
+    a.mark_down("gone")
     with pytest.raises(NoNode, match="no decode node is up"), pool.assigned(1, ()):
         pass
 

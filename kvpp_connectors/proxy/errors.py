@@ -1,27 +1,34 @@
-"""What goes wrong with a request, and how the client is told: in OpenAI's shape of an error."""
+"""How a request can fail, and the answers to the client: OpenAI's error objects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
-if TYPE_CHECKING:
-    from kvpp_connectors.proxy.nodes import Leg, Node
+from kvpp_connectors.proxy.node import Leg, Node
 
-__all__ = ["Invalid", "LegFailed", "NoNode", "Outcome", "Problem", "Refused", "error_object"]
+__all__ = [
+    "BackendRejection",
+    "InvalidRequest",
+    "LegFailed",
+    "NoNode",
+    "RequestError",
+    "RequestOutcome",
+    "error_object",
+]
 
 
-class Outcome(StrEnum):
+class RequestOutcome(StrEnum):
     """How a request ended, as the metrics and the log call it."""
 
     OK = "ok"
     INVALID = "invalid"  # refused by the proxy: no JSON, too large
     REFUSED = "refused"  # a back-end's 4xx
-    UNAVAILABLE = "unavailable"  # no node in rotation
+    UNAVAILABLE = "unavailable"  # no node of a leg in rotation
     FAILED = "failed"  # every try failed; nothing was sent
     CUT = "cut"  # failed after the first chunk
     CLIENT_GONE = "client_gone"
@@ -33,20 +40,20 @@ def error_object(message: str, kind: str, code: int, **more: object) -> dict[str
     return {"message": message, "type": kind, "param": None, "code": code, **more}
 
 
-class Problem(Exception):
-    """A request that ends with an error answer, before anything was sent to the client."""
+class RequestError(Exception):
+    """A request that ends with an error answer; nothing of an answer was sent to the client."""
 
-    outcome: Outcome
+    outcome: RequestOutcome
 
     def response(self) -> web.Response:
         """The answer to the client."""
         raise NotImplementedError
 
 
-class Invalid(Problem):
-    """The proxy itself does not take the request."""
+class InvalidRequest(RequestError):
+    """The proxy itself rejects the request."""
 
-    outcome = Outcome.INVALID
+    outcome = RequestOutcome.INVALID
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,46 +66,46 @@ class Invalid(Problem):
 
 
 @dataclass(eq=False)
-class Refused(Problem):
+class BackendRejection(RequestError):
     """A back-end's 4xx: forwarded as it is, never retried."""
 
     status: int
     body: bytes
     headers: Mapping[str, str]
 
-    outcome = Outcome.REFUSED
+    outcome = RequestOutcome.REFUSED
 
     def response(self) -> web.Response:
         """The back-end's own status and body."""
         return web.Response(status=self.status, body=self.body, headers=self.headers)
 
 
-class NoNode(Problem):
+class NoNode(RequestError):
     """No node of a leg is in rotation."""
 
-    outcome = Outcome.UNAVAILABLE
+    outcome = RequestOutcome.UNAVAILABLE
 
     def __init__(self, leg: Leg) -> None:
         super().__init__(f"no {leg} node is up")
         self.leg = leg
 
     def response(self) -> web.Response:
-        """503: nothing was tried."""
+        """503."""
         error = error_object(str(self), "ServiceUnavailableError", 503, leg=self.leg)
         return web.json_response({"error": error}, status=503, headers={"Retry-After": "5"})
 
 
-class LegFailed(Problem):
-    """A leg failed in a way that another try may mend.
+class LegFailed(RequestError):
+    """A leg failed; another try may succeed.
 
     Args:
         node: where.
         what: what happened there.
-        timed_out: a bound was reached.
-        shown: the error that the back-end itself put into its stream, for the client.
+        timed_out: a timeout expired.
+        from_backend: the error object that the back-end sent in its stream; forwarded as it is.
     """
 
-    outcome = Outcome.FAILED
+    outcome = RequestOutcome.FAILED
 
     def __init__(
         self,
@@ -106,16 +113,16 @@ class LegFailed(Problem):
         what: str,
         *,
         timed_out: bool = False,
-        shown: Mapping[str, Any] | None = None,
+        from_backend: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(f"{node.leg} on {node.url} failed: {what}")
         self.node = node
         self.tries = 1
-        self.shown = shown
+        self.from_backend = from_backend
         self._status = 504 if timed_out else 502
 
     def error(self) -> dict[str, Any]:
-        """The error object: which leg, which node, what happened."""
+        """The error object, with leg and node."""
         return error_object(
             f"{self} (try {self.tries})" if self.tries > 1 else str(self),
             "GatewayTimeoutError" if self._status == 504 else "BadGatewayError",

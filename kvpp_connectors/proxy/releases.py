@@ -1,4 +1,4 @@
-"""Giving back transfers that nobody will read, so that prefill need not wait for its lease."""
+"""Releases of transfers that no decode node will read, before prefill's leases expire."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from prometheus_client import Counter
 
 from kvpp_connectors.log import get_logger
 
-__all__ = ["NoReleaser", "ReleaseDesk", "Releaser", "Transfer"]
+__all__ = ["NoReleaser", "PrefillTransfer", "ReleaseRunner", "Releaser"]
 
 _LOG = get_logger(__name__)
 _THREADS = 8
 
 
 class Releaser(Protocol):
-    """How a connector gives a transfer back. A module with this function is one, too."""
+    """Releases transfers of one kind of connector. A module with this function is one, too."""
 
     def release(self, kv_transfer_params: dict[str, Any], /) -> bool:
-        """Tell the prefill engine that a transfer will not be read (any more).
+        """Tell the prefill engine that nobody reads this transfer (any more).
 
-        Called in a thread of its own, so it may block, but it must return in bounded time. It must
-        be harmless at any moment: for a transfer that was read, released or has expired, and while
-        a decode engine whose request was cancelled still reads it.
+        Runs in a thread of its own: it may block, for a bounded time. It must be harmless at any
+        moment: for a transfer that was read, released or has expired, and while a decode engine
+        whose request was cancelled still reads it.
 
         Returns whether the prefill engine took the message.
         """
 
 
 class NoReleaser:
-    """For connectors without an explicit release: prefill's lease ends by time."""
+    """For connectors without an explicit release: prefill's lease expires."""
 
     def release(self, kv_transfer_params: dict[str, Any], /) -> bool:
-        """Does nothing."""
+        """Do nothing; prefill was not reached."""
         del kv_transfer_params
         return False
 
 
 @dataclass(slots=True)
-class Transfer:
-    """Transfer data of one prefill. It can be read once, so it is sent to one decode node only."""
+class PrefillTransfer:
+    """kv_transfer_params of one prefill. They can be read once, so one decode node gets them."""
 
     params: dict[str, Any] | None
     used: bool = False
 
 
-class ReleaseDesk:
-    """Runs releases in the background, each bounded by ``seconds``."""
+class ReleaseRunner:
+    """Runs releases in the background, each for ``seconds`` at most."""
 
     def __init__(self, releaser: Releaser, seconds: float, counter: Counter) -> None:
         self._releaser = releaser
@@ -61,9 +61,9 @@ class ReleaseDesk:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvpp-release")
 
     @contextmanager
-    def held(self, params: dict[str, Any] | None, request_id: str) -> Iterator[Transfer]:
-        """A transfer that is released at the end of the block unless it was marked as used."""
-        transfer = Transfer(params)
+    def held(self, params: dict[str, Any] | None, request_id: str) -> Iterator[PrefillTransfer]:
+        """A transfer that is released at the end of the block unless ``used`` was set."""
+        transfer = PrefillTransfer(params)
         try:
             yield transfer
         finally:
@@ -77,7 +77,7 @@ class ReleaseDesk:
         task.add_done_callback(self._running.discard)
 
     async def close(self) -> None:
-        """Wait for the releases that run, within their bound."""
+        """Wait for running releases, within their timeout."""
         if self._running:
             await asyncio.wait(self._running, timeout=self._seconds)
         self._threads.shutdown(wait=False, cancel_futures=True)
