@@ -40,9 +40,7 @@ __all__ = [
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-AsMarkdown = Annotated[
-    bool, typer.Option("--markdown", help="Print the tables as docs/benchmarks.md has them.")
-]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
 _WIDTH = 140  # columns, where the output is not a terminal
 _FORMATS = ("--json", "--markdown")  # say how to print, not what to measure
 

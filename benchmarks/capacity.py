@@ -1,7 +1,7 @@
 """`benchmarks capacity`: blocks that fit in the same memory, KVPP off and on, in real engines.
 
 Nothing here is a matter of time: the engines must have the blocks that `kvpp plan` says, to the
-block. docs/benchmarks.md.
+block. docs/performance.md.
 """
 
 from __future__ import annotations

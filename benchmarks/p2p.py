@@ -3,7 +3,7 @@
 A source process plays the prefill side with real endpoints and a real transfer engine, this one the
 decode side. All ways move the same bytes, in turns, in one run: only ratios are of use, and a ratio
 is the median over turns of the ratio within a turn. Each turn has an order of its own: what follows
-a synchronous batch, whose threads spin, is slower by a third. docs/benchmarks.md.
+a synchronous batch, whose threads spin, is slower by a third. docs/performance.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A real mooncake_master; the pool's memory is lent by another process, over tcp, or by this one. Raw
 is one batch call of Mooncake for the same bytes, which lie packed already; saving and loading do
 everything that an engine's worker does: ask what is there, pack from one cache a layer, header,
-transfer, verify; and back. Every way uses the same client. docs/benchmarks.md.
+transfer, verify; and back. Every way uses the same client. docs/performance.md.
 """
 
 from __future__ import annotations

@@ -17,7 +17,17 @@ from benchmarks.pool import PoolFigures
 from benchmarks.startup import StartupFigures
 from benchmarks.step import StepFigures
 
-__all__ = ["BENCHES", "BadRecord", "Bench", "read_record", "record_file"]
+__all__ = [
+    "BENCHES",
+    "RESULTS",
+    "BadRecord",
+    "Bench",
+    "read_record",
+    "read_records",
+    "record_file",
+]
+
+RESULTS = Path(__file__).parent / "results"  # the records whose ratios docs/performance.md has
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +80,17 @@ def read_record(file: Path) -> Record:
     if record.run.name != name:
         raise BadRecord(f"{file} is a record of {record.run.name!r}; expected one of {name!r}")
     return record
+
+
+def read_records(folder: Path) -> list[Record]:
+    """All records of a folder, in the order of the benchmarks.
+
+    Raises:
+        BadRecord: there is none, or one of them cannot be read.
+    """
+    files = [record_file(folder, name) for name in BENCHES]
+    records = [read_record(file) for file in files if file.is_file()]
+    if not records:
+        names = ", ".join(file.name for file in files)
+        raise BadRecord(f"{folder} has no record; expected at least one of {names}")
+    return records

@@ -44,8 +44,8 @@ def bench_all(
 ) -> None:
     """Run all benchmarks, keep what they measured as JSON, and print the main ratios.
 
-    Exit code 1 if one fails or finds a wrong result, whatever time it takes. The folder is what
-    `python -m benchmarks report` takes.
+    Exit code 1 if one fails or finds a wrong result, whatever time it takes. With
+    `--into benchmarks/results`, `python -m benchmarks report` then renews docs/performance.md.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvpp-bench-")) if into is None else into
     folder.mkdir(parents=True, exist_ok=True)

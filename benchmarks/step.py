@@ -2,7 +2,7 @@
 
 Three engines of two ranks, each in a process of its own: without KVPP, with it, and with it and
 decode at the owner. They take turns with one request at each length of history. The model is the
-demo's: so small that what KVPP adds to a step shows at its largest. docs/benchmarks.md.
+demo's: so small that what KVPP adds to a step shows at its largest. docs/performance.md.
 """
 
 from __future__ import annotations
@@ -89,10 +89,12 @@ class StepFigures(Figures):
         return [Table(f"A step of one request, TP{RANKS}: time on / off", heads, tuple(rows))]
 
     def summary(self) -> str:
-        return "; ".join(
+        auto = [
             extent(f"{step}, auto / off", (t.auto_to_off for t in self.timings if t.step == step))
             for step in _STEPS
-        )
+        ]
+        owner = (t.owner_to_off for t in self.timings if t.step == "decode")
+        return "; ".join((*auto, extent("decode, owner / off", owner)))
 
     def picture(self) -> Picture:
         ways: dict[str, Callable[[StepTiming], Spread]] = {

@@ -59,7 +59,7 @@ def trace(
     ui.perfetto.dev or chrome://tracing: a process for each rank, a row each for compute, wait,
     broadcast, exchange, load and save. Tables tell the medians of each layer and where the waits
     go. With --pool or --layerwise the prompts are saved into a pool, and come again from there.
-    docs/trace.md.
+    docs/performance.md.
     """
     from kvpp_connectors.demo.children import ChildFailed
 

@@ -6,7 +6,7 @@
 
 It starts a MetaService (or uses the one of --config), lends memory to the pool, and moves blocks of
 known bytes: from caches into the pool and back into poisoned caches, as an engine does. It prints a
-line for each step and ends with 0 if all of them were as expected. See docs/memcache.md.
+line for each step and ends with 0 if all of them were as expected. See docs/pool.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pool's loads and saves leave in a trace (docs/trace.md)."""
+"""What a pool's loads and saves leave in a trace (docs/performance.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 No call blocks the host, except a wait for a load fence, which is a host matter: collectives of
 one device must be launched in one order (NCCL and HCCL deadlock otherwise), so the launch waits.
-No accelerator was at hand: tests run it on torch-npu over a simulated CANN (docs/ascend_sim.md).
+No accelerator was at hand: tests run it on torch-npu over a simulated CANN (docs/ascend.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m benchmarks report`: records to page and pictures; no benchmark is run."""
+"""`python -m benchmarks report`: records to ratios and pictures; no benchmark is run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from benchmarks.interleaved import Spread, in_turns, ratio, spread
 from benchmarks.p2p import GroupTiming, P2pFigures, P2pTiming
 from benchmarks.pool import PoolFigures, PoolTiming
 from benchmarks.pool_engines import EngineTiming
-from benchmarks.records import BENCHES, read_record
+from benchmarks.records import BENCHES, RESULTS, read_record, read_records
+from benchmarks.report import MARKERS, ratios, replace
 from benchmarks.startup import EngineStart, PlugInCost, StartupFigures
 from benchmarks.step import StepFigures, StepTiming
 from kvpp_connectors.cli.machine import Machine
 
-DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[2] / "docs" / "performance.md"
 MACHINE = Machine("Some CPU", 2, 24 << 30, "Linux 6", "3.11", "2.13", "vllm 0.32", "mooncake 0.3")
 R = Spread(1.25, 1.0, 1.5)
 FIGURES: dict[str, Figures] = {
@@ -68,35 +69,53 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
     """The real page, to be written to."""
-    page = tmp_path / "benchmarks.md"
+    page = tmp_path / "performance.md"
     page.write_text(DOCS.read_text())
     return page
 
 
-def report(folder: Path, page: Path) -> Result:
-    return CliRunner().invoke(app, ["report", str(folder), "--docs", str(page)])
+def report(folder: Path, page: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["report", str(folder), "--page", str(page), *options])
 
 
-def test_the_page_has_a_place_for_every_benchmark(folder: Path, page: Path) -> None:
-    """What was between the markers goes, what is around them stays; every picture is linked."""
+def test_the_page_has_the_ratios_of_the_published_records() -> None:
+    """Every benchmark has a record in benchmarks/results, and each picture lies beside the page."""
+    records = read_records(RESULTS)
+    assert [record.run.name for record in records] == list(BENCHES)
+    assert replace(DOCS.read_text(), ratios(records)) == DOCS.read_text()
+    assert not [record.figures.problems() for record in records if record.figures.problems()]
+    drawn = {f"bench_{record.run.name}.png" for record in records if record.figures.picture()}
+    assert {file.name for file in (DOCS.parent / "images").glob("bench_*")} == drawn
+
+
+def test_every_record_has_a_row_and_its_picture(folder: Path, page: Path) -> None:
+    """What was between the markers goes, what is around them stays."""
     assert FIGURES.keys() == BENCHES.keys()
-    prose = "Only ratios taken inside one run mean anything"
-    first = "<!-- bench: step -->"
-    page.write_text(page.read_text().replace(first, f"{first}\n\nold figures"))
-    assert prose in page.read_text()
+    first, last = MARKERS
+    before, after = page.read_text().split(first)[0], page.read_text().split(last)[1]
     assert report(folder, page).exit_code == 0
     text = page.read_text()
-    assert prose in text and "old figures" not in text
+    assert text.startswith(before) and text.endswith(after)
+    between = text.removeprefix(before).removesuffix(after)
     for name in FIGURES:
-        between = text.split(f"<!-- bench: {name} -->")[1].split(f"<!-- /bench: {name} -->")[0]
-        assert f"Taken with `python -m benchmarks {name}` in 9 s" in between
-        assert "load 0.5 before, 2.0 after" in between and "commit abc1234" in between
-        assert "2 cores of Some CPU, 24 GiB" in between and "| --- |" in between
+        assert f"| `python -m benchmarks {name}` |" in between
         drawn = name not in ("startup", "capacity")
         image = f"images/bench_{name}.png"
         assert (f"]({image})" in between) is drawn
         assert (page.parent / image).is_file() is drawn
-    assert "| decode | 1024 | 100.00 | 1.25 (1.00–1.50) |" in text
+    assert "decode, owner / off 1.25 |" in between
+    assert between.count("2026-01-01, abc1234, load 0.5") == len(FIGURES)
+
+
+def test_tables_are_printed_and_nothing_is_written(folder: Path, page: Path) -> None:
+    result = report(folder, page, "--tables")
+    assert result.exit_code == 0 and page.read_text() == DOCS.read_text()
+    assert not (page.parent / "images").exists()
+    for name in FIGURES:
+        assert f"Taken with `python -m benchmarks {name}` in 9 s" in result.stdout
+    assert "load 0.5 before, 2.0 after" in result.stdout
+    assert "2 cores of Some CPU, 24 GiB" in result.stdout
+    assert "| decode | 1024 | 100.00 | 1.25 (1.00–1.50) |" in result.stdout
 
 
 def test_a_second_report_changes_nothing(folder: Path, page: Path) -> None:
@@ -106,17 +125,7 @@ def test_a_second_report_changes_nothing(folder: Path, page: Path) -> None:
     assert {file: file.read_bytes() for file in files} == files
 
 
-def test_a_benchmark_without_a_record_keeps_its_figures(folder: Path, page: Path) -> None:
-    for name in FIGURES.keys() - {"step"}:
-        (folder / f"{name}.json").unlink()
-    before = page.read_text()
-    assert report(folder, page).exit_code == 0
-    first, last = "<!-- bench: step -->", "<!-- /bench: step -->"
-    assert page.read_text().split(first)[0] == before.split(first)[0]
-    assert page.read_text().split(last)[1] == before.split(last)[1]
-
-
-@pytest.mark.parametrize("marker", ["<!-- bench: pool -->", "<!-- /bench: pool -->"])
+@pytest.mark.parametrize("marker", MARKERS)
 def test_a_missing_marker_is_named_and_nothing_is_written(
     folder: Path, page: Path, marker: str
 ) -> None:

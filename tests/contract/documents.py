@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["DOCS", "table"]
+__all__ = ["DOCS", "ROOT", "table"]
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
 
 
 def table(page: str, heading: str, index: int = 0) -> list[list[str]]:
@@ -16,7 +17,7 @@ def table(page: str, heading: str, index: int = 0) -> list[list[str]]:
     tables: list[list[list[str]]] = []
     inside = False
     for line in lines[lines.index(heading) + 1 :]:
-        if line.startswith("#") and not line.startswith("# "):
+        if line.startswith("#"):
             break
         if line.startswith("|"):
             if not inside:

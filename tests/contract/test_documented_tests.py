@@ -1,59 +1,57 @@
-"""docs/safety.md and docs/field_reports.md say what is there: files, tests, places to break."""
+"""docs/testing.md says what is there: properties, tests, and places to break."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
-import pytest
+from tests.contract.documents import ROOT, table
+from tests.safety.mutations import MUTATIONS, PROPERTIES
 
-from tests.safety.mutations import MUTATIONS, PROPERTIES, Mutation
-
-ROOT = Path(__file__).parent.parent.parent
-ENTRIES = [
-    line.split("|")[1:-1]
-    for line in (ROOT / "docs" / "field_reports.md").read_text().splitlines()
-    if re.match(r"\| \d\.\d \|", line)
-]
+PAGE = "testing.md"
+FIELD_REPORTS = 38  # entries of the collection that the page answers
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.what)
-def test_a_mutation_can_be_made_and_its_test_exists(mutation: Mutation) -> None:
-    """`python -m tests.safety` makes it."""
-    assert (ROOT / mutation.file).read_text().count(mutation.old) == 1
-    file, _, name = mutation.test.partition("::")
-    assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text()
+def test_every_mutation_can_be_made_and_its_test_exists() -> None:
+    """`python -m tests.safety` makes them; each needs its source text once."""
+    wrong = []
+    for mutation in MUTATIONS:
+        if (count := (ROOT / mutation.file).read_text().count(mutation.old)) != 1:
+            wrong.append(f"{mutation.what}: {mutation.file} has the old text {count} times")
+        file, _, name = mutation.test.partition("::")
+        if f"def {name.partition('[')[0]}" not in (ROOT / file).read_text():
+            wrong.append(f"{mutation.what}: {file} has no {name}")
+    assert not wrong
 
 
-def test_every_property_has_a_mutation_and_a_row() -> None:
-    """docs/safety.md is the tables, row by row; each property has a module of its own."""
-    text = (ROOT / "docs" / "safety.md").read_text()
-    for name, meaning in PROPERTIES.items():
+def test_every_property_has_a_row_a_module_and_a_mutation() -> None:
+    """A module's first line names its property, and a mutation is found by a test of it."""
+    modules = {}
+    for name in PROPERTIES:
         [module] = (ROOT / "tests" / "safety").glob(f"test_s{int(name[1:]):02}_*.py")
         assert module.read_text().startswith(f'"""{name}: ')
-        file = str(module.relative_to(ROOT))
-        assert f"| {name} | {meaning} | `{file}` |" in text
-        own = [mutation for mutation in MUTATIONS if mutation.breaks == name]
-        assert any(mutation.test.startswith(file) for mutation in own), name
-    rows = [
-        f"| {mutation.breaks} | {mutation.what} | `{mutation.file}` | `{mutation.test}` |"
-        for mutation in MUTATIONS
-    ]
-    assert [line for line in text.splitlines() if line in rows] == rows
+        modules[name] = str(module.relative_to(ROOT))
+    rows = [[name, meaning, f"`{modules[name]}`"] for name, meaning in PROPERTIES.items()]
+    assert table(PAGE, "## What must always hold") == rows
+    found = {m.breaks for m in MUTATIONS if m.test.startswith(modules[m.breaks])}
+    assert found == PROPERTIES.keys()
 
 
-def test_every_field_report_has_a_row() -> None:
-    """In order, each once."""
-    numbers = [entry[0].strip() for entry in ENTRIES]
-    assert numbers == sorted(set(numbers)) and len(numbers) == 38
+def test_every_field_report_is_answered_by_tests_that_name_it() -> None:
+    """In order, each once; one without a test says what is open."""
+    entries = table(PAGE, "## Field reports")
+    numbers = [entry[0] for entry in entries]
+    assert numbers == sorted(set(numbers)) and len(numbers) == FIELD_REPORTS
+    assert not [wrong for entry in entries for wrong in _wrong(entry)]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: str(entry[0].strip()))
-def test_the_tests_of_a_field_report_name_it(entry: list[str]) -> None:
-    """Each file exists and says which entry it is for; one without a test says what is open."""
-    number, files = entry[0].strip(), re.findall(r"`(\S+\.py)`", entry[3])
-    assert files or entry[4].strip()
+def _wrong(entry: list[str]) -> Iterator[str]:
+    number, files = entry[0], re.findall(r"`(\S+\.py)`", entry[2])
+    if not files and not entry[3]:
+        yield f"{number} has neither a test nor says what is open"
     for file in files:
-        assert re.search(
-            rf"(?<![\d.]){re.escape(number)}(?!\d)", (ROOT / "tests" / file).read_text()
-        )
+        path = ROOT / "tests" / file
+        if not path.is_file():
+            yield f"{number}: tests/{file} does not exist"
+        elif not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", path.read_text()):
+            yield f"{number}: tests/{file} does not name it"

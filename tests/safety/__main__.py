@@ -1,7 +1,7 @@
-"""`python -m tests.safety [S1 ...]`: break every property, or those, and see their tests fail.
+"""`python -m tests.safety [--list] [S1 ...]`: break every property, or those; see tests fail.
 
-In a copy of the project, which must import itself; the table that it prints is the one in
-docs/safety.md.
+In a copy of the project, which must import itself. ``--list`` prints the changes and their tests
+without making them.
 """
 
 from __future__ import annotations
@@ -83,6 +83,15 @@ def _fails(copy: Path, mutation: Mutation) -> bool:
     return ended.returncode == 1  # tests ran, and failed
 
 
+def list_them(mutations: Sequence[Mutation]) -> int:
+    """Print what is changed where, and the test that must fail."""
+    for mutation in mutations:
+        print(f"{mutation.breaks:4} {mutation.what}: {mutation.file}: {mutation.test}")
+    return 0
+
+
 if __name__ == "__main__":
-    asked = sys.argv[1:] or PROPERTIES
-    sys.exit(main([mutation for mutation in MUTATIONS if mutation.breaks in asked]))
+    words = sys.argv[1:]
+    asked = [word for word in words if word != "--list"] or PROPERTIES
+    run = list_them if "--list" in words else main
+    sys.exit(run([mutation for mutation in MUTATIONS if mutation.breaks in asked]))

@@ -1,7 +1,7 @@
 """MemCache (memcache_hybrid) as a pool: whole objects, copied by the kind of their memory.
 
 Its settings are a file of its own, named by MMC_LOCAL_CONFIG_PATH. A scheduler's client only asks
-and holds no memory; a worker's client needs an NPU, its driver and CANN (docs/memcache.md).
+and holds no memory; a worker's client needs an NPU, its driver and CANN (docs/pool.md).
 """
 
 from __future__ import annotations
