@@ -164,8 +164,8 @@ def _caches(
     engine: TransferEngine, buffer: torch.Tensor, shape: Shape, epoch: str
 ) -> tuple[list[torch.Tensor], Description]:
     """All layers' caches in one buffer, and their description."""
-    from kvpp_connectors.p2p.caches import cache_regions
     from kvpp_connectors.p2p.protocol import Description
+    from kvpp_connectors.p2p.read_plan import cache_regions
 
     caches = list(buffer[: shape.pool_bytes].view(LAYERS, shape.pool, shape.block))
     regions = cache_regions({f"layer {i}": cache for i, cache in enumerate(caches)})
@@ -176,7 +176,7 @@ def _buffer(engine: TransferEngine, size: int, fill: int) -> torch.Tensor:
     import torch
 
     buffer = torch.full((size,), fill, dtype=torch.uint8)
-    engine.register(buffer.untyped_storage())
+    engine.register(buffer.data_ptr(), buffer.nbytes)
     return buffer
 
 

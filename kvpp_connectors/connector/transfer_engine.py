@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvpp_connectors.engine.ascend.caches import ALIGNMENT
 from kvpp_connectors.log import get_logger
 from kvpp_core.errors import KvppError
@@ -96,11 +94,7 @@ class TransferEngine:
         """Mooncake's own object, to measure it."""
         return self._engine
 
-    def register(self, storage: torch.UntypedStorage) -> None:
-        """Let peers read a whole storage: see `register_range`."""
-        self.register_range(storage.data_ptr(), storage.nbytes())
-
-    def register_range(self, start: int, size: int) -> None:
+    def register(self, start: int, size: int) -> None:
         """Let peers, and a pool's client of this engine, use ``size`` bytes from an address.
 
         Mooncake takes no byte twice: what lies within a range that is registered is left alone.

@@ -9,6 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.caches import cache_plan
 from kvpp_connectors.connector.facts import rank_position
 from kvpp_connectors.connector.process import published
 from kvpp_connectors.p2p.facts import engine_facts
@@ -35,8 +36,8 @@ class MooncakeConnectorV2(ConnectorShell):
         self._worker: WorkerSide | None = None
         self._counted: Counter[str] = Counter()
         if role == KVConnectorRole.WORKER:
-            layout = published(vllm_config).layout
-            self._worker = WorkerSide(facts, rank_position(), layout, _over_pcp)
+            plan = cache_plan(kv_cache_config, published(vllm_config).layout)
+            self._worker = WorkerSide(facts, rank_position(), plan, _over_pcp)
             return
         if facts.produces:
             self._prefill = PrefillScheduler(facts)

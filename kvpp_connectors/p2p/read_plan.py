@@ -9,17 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
 from kvpp_connectors.connector.transfer_engine import Read
 from kvpp_connectors.p2p.protocol import Description, Region
 from kvpp_core.errors import KvppError
 
-__all__ = ["Incompatible", "choose_sources", "plan_reads", "split_shares"]
+__all__ = ["Incompatible", "cache_regions", "choose_sources", "plan_reads", "split_shares"]
 
 LARGEST_READ = 4 << 20  # bytes; longer runs are cut, so that one read ends in bounded time
 
 
 class Incompatible(KvppError):
     """The two sides' caches do not fit together."""
+
+
+def cache_regions(rows: Mapping[str, torch.Tensor]) -> list[Region]:
+    """Where each component's blocks lie, from their rows: uint8 (blocks, bytes per block)."""
+    return [
+        Region(name, block.data_ptr(), block.stride(0), block.shape[1], block.shape[0])
+        for name, block in rows.items()
+    ]
 
 
 def choose_sources(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.connector.caches import single_tensors
+from kvpp_connectors.connector.caches import CachePlan, kept_rows, single_tensors, storages
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import (
     TransferEngine,
@@ -19,7 +19,6 @@ from kvpp_connectors.connector.transfer_engine import (
     process_engine,
 )
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.caches import cache_regions, kept_components
 from kvpp_connectors.p2p.facts import EngineFacts
 from kvpp_connectors.p2p.fetcher import Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
@@ -34,9 +33,9 @@ from kvpp_connectors.p2p.protocol import (
     ShareEnded,
     WorkerAddress,
 )
+from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.rpc import ControlServer
 from kvpp_connectors.p2p.stats import P2pStats
-from kvpp_core.layout import RankLayout
 
 __all__ = ["WorkerSide"]
 
@@ -50,12 +49,12 @@ class WorkerSide:
         self,
         facts: EngineFacts,
         position: RankPosition,
-        layout: RankLayout | None,
+        plan: CachePlan,
         gather: Callable[[WorkerAddress], list[WorkerAddress]],
     ) -> None:
         """``gather`` exchanges addresses among the PCP ranks of this PP and TP rank."""
         self._facts, self._position = facts, position
-        self._layout, self._gather = layout, gather
+        self._plan, self._gather = plan, gather
         self._addresses: list[WorkerAddress] = []
         self._engine: TransferEngine | None = None
         self._server: ControlServer | None = None
@@ -68,15 +67,15 @@ class WorkerSide:
         """Take over the caches: let peers read them, or get ready to pull into them.
 
         Raises:
-            KvppError: the transfer engine does not start, or a port is taken.
+            KvppError: the transfer engine does not start, a port is taken, or the caches are not
+                as the engine planned them.
         """
         facts, options = self._facts, self._facts.options
         protocol = options.protocol or default_protocol(facts.device_type)
         self._engine = process_engine(facts.host, protocol)
-        caches = single_tensors(kv_caches)
-        kept = kept_components(caches, self._layout)
-        for cache in kept.values():
-            self._engine.register(cache.untyped_storage())
+        kept = kept_rows(kv_caches, self._plan)
+        for address, size in storages(kept.values()):
+            self._engine.register(address, size)
         self._description = Description(
             epoch=secrets.token_hex(8),
             session=self._engine.session,
@@ -86,7 +85,7 @@ class WorkerSide:
             regions=cache_regions(kept),
         )
         if facts.consumes:
-            device = next(iter(caches.values())).device
+            device = next(iter(single_tensors(kv_caches).values())).device
             self._puller = self._make_puller(self._description, self._engine, device)
         if facts.produces or self._shares:
             self._server = self._listen()
@@ -167,7 +166,7 @@ class WorkerSide:
     @property
     def _shares(self) -> bool:
         # With KVPP no two ranks keep the same layers.
-        return self._facts.shares_pulls and self._layout is None
+        return self._facts.shares_pulls and self._plan.layout is None
 
     def _make_puller(
         self, own: Description, engine: TransferEngine, device: torch.device

@@ -170,10 +170,10 @@ def test_what_npus_register_starts_at_2_mib(protocol: str) -> None:
     buffer = aligned_buffer(3 * ALIGNMENT, torch.device("cpu"))
     storage = buffer.untyped_storage()
     for _ in range(2):
-        engine.register(storage)
+        engine.register(storage.data_ptr(), storage.nbytes())
     # As a pool beside P/D does, of the same engine: Mooncake takes no byte twice.
-    engine.register_range(storage.data_ptr(), storage.nbytes())
-    engine.register_range(storage.data_ptr() + ALIGNMENT, ALIGNMENT)
+    engine.register(storage.data_ptr(), storage.nbytes())
+    engine.register(storage.data_ptr() + ALIGNMENT, ALIGNMENT)
     ((start, size),) = raw.calls
     assert start + size == storage.data_ptr() + storage.nbytes()
     assert start == (buffer.data_ptr() if protocol == "ascend" else storage.data_ptr())

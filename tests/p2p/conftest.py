@@ -25,7 +25,7 @@ def new_machine() -> Machine:
     prefill = tuple(TransferEngine("127.0.0.1", "tcp") for _ in range(4))
     arenas = tuple(new_arena() for _ in range(8))
     for number, arena in enumerate(arenas):
-        prefill[number % 4].register(arena.untyped_storage())
+        prefill[number % 4].register(arena.data_ptr(), arena.nbytes)
     decode = TransferEngine("127.0.0.1", "tcp")
     return Machine(prefill, arenas, decode, tuple(new_arena() for _ in range(4)))
 

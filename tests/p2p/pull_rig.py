@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
-from kvpp_connectors.p2p.caches import cache_regions
 from kvpp_connectors.p2p.fetcher import Pull, Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.protocol import Description
+from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.read_window import ReadEngine
 from kvpp_connectors.p2p.transfer_params import read_offer
 from kvpp_core.layout import Placement

@@ -73,7 +73,7 @@ def main() -> None:
     """Serve until standard input ends."""
     engine = TransferEngine("127.0.0.1", "tcp")
     memory = torch.full((int(sys.argv[1]),), PATTERN, dtype=torch.uint8)
-    engine.register(memory.untyped_storage())
+    engine.register(memory.data_ptr(), memory.nbytes)
     print(engine.session, memory.data_ptr(), flush=True)
     sys.stdin.read()
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from kvpp_connectors.connector.caches import CachePlan
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import TransferEngine
 from kvpp_connectors.p2p import worker as worker_module
@@ -35,6 +36,7 @@ __all__ = [
     "engine_facts",
     "eventually",
     "listening",
+    "planned",
     "request",
 ]
 
@@ -122,7 +124,9 @@ class Prefill:
         **changes: Any,
     ) -> None:
         """Start a worker; ``changes`` make its facts differ from the engine's."""
-        worker = WorkerSide(replace(self.facts, **changes), position, layout, lambda own: [own])
+        worker = WorkerSide(
+            replace(self.facts, **changes), position, planned(caches, layout), lambda own: [own]
+        )
         _register(worker, caches, engine)
         handshake = worker.handshake()
         assert handshake is not None
@@ -162,7 +166,7 @@ class Decode:
         self, position: RankPosition, caches: Mapping[str, torch.Tensor], engine: TransferEngine
     ) -> None:
         """Start a worker."""
-        worker = WorkerSide(self.facts, position, None, lambda own: [own])
+        worker = WorkerSide(self.facts, position, planned(caches), lambda own: [own])
         _register(worker, caches, engine)
         self._workers.append(worker)
 
@@ -205,6 +209,13 @@ class Decode:
         for worker in self._workers:
             worker.close()
         self.scheduler.close()
+
+
+def planned(caches: Mapping[str, torch.Tensor], layout: RankLayout | None = None) -> CachePlan:
+    """The plan that caches of (blocks, ...) fit."""
+    [blocks] = {cache.shape[0] for cache in caches.values()}
+    sizes = {name: frozenset({cache.nbytes // blocks}) for name, cache in caches.items()}
+    return CachePlan(blocks, sizes, layout)
 
 
 def _register(

@@ -17,15 +17,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kvpp_connectors.connector.caches import kept_rows
 from kvpp_connectors.connector.facts import RankPosition
-from kvpp_connectors.p2p.caches import cache_regions, kept_components
+from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.layout import Placement, build_layout
 from kvpp_core.ownership import assign_owners
 from tests.core.rank_memory import ALIGNED, UNALIGNED, uneven_model
 from tests.p2p.conftest import Machine
 from tests.p2p.kv_memory import KvMemory, laid_out
-from tests.p2p.sides import BLOCK_SIZE, Decode, Prefill, engine_facts, listening
+from tests.p2p.sides import BLOCK_SIZE, Decode, Prefill, engine_facts, listening, planned
 
 LAYERS = 5  # layers 0 and 3 have an indexer and its scales
 TARGETS, DRAFTS = uneven_model(LAYERS)[:2]
@@ -182,7 +183,7 @@ def test_a_worker_offers_what_it_keeps_and_no_scratch_memory(side: Side) -> None
             name: buffer[span.offset : span.end].view(PREFILL_BLOCKS, -1)
             for name, span in layout.components.items()
         }
-        regions = cache_regions(kept_components(caches, layout))
+        regions = cache_regions(kept_rows(caches, planned(caches, layout)))
         assert [region.name for region in regions] == kept(placement)
         scratch_end = buffer.data_ptr() + max(slot.end for slot in layout.slots)
         assert all(region.base >= scratch_end for region in regions)
@@ -195,8 +196,8 @@ def test_a_worker_offers_what_it_keeps_and_no_scratch_memory(side: Side) -> None
 def test_a_cache_whose_blocks_are_in_pieces_is_refused() -> None:
     """3.1: a block that is not dense would be read as its neighbours' bytes."""
     cache = torch.zeros(8, 2, 16)[:, :, :8]
-    with pytest.raises(Exception, match=r"a block of layers.0.attn is not in one piece"):
-        cache_regions({"layers.0.attn": cache})
+    with pytest.raises(Exception, match=r"a block of 'layers.0.attn' is not in one piece"):
+        kept_rows({"layers.0.attn": cache}, planned({"layers.0.attn": cache}))
 
 
 def resized(name: str, size: int) -> tuple[LayerBundle, ...]:

@@ -66,7 +66,7 @@ def test_a_worker_that_was_restarted_is_noticed_and_met_again(machine: Machine) 
 
 def test_a_worker_that_died_is_met_anew_at_its_new_place(machine: Machine) -> None:
     """2.7: its requests fail, at once; those of its replacement work, from the new addresses."""
-    dead: Any = SimpleNamespace(session="127.0.0.1:1", register=lambda storage: None)
+    dead: Any = SimpleNamespace(session="127.0.0.1:1", register=lambda address, size: None)
     with rig(machine) as both:
         assert both.now("a").reason == "ok"
         both.add_worker(dead)

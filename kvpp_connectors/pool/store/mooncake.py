@@ -163,7 +163,7 @@ class MooncakeBackend(StoreBackend):
 
     def _register(self, client: Any, address: int, size: int) -> None:
         if self._engine is not None:  # which P/D has told of the caches, too
-            self._engine.register_range(address, size)
+            self._engine.register(address, size)
             return
         code = client.register_buffer(address, size)
         if code != 0:
