@@ -1,12 +1,13 @@
-# Two commands: `make demo` shows KVPP at work in a real vLLM engine, `make test` proves it.
-# Both make the virtual environment (.venv) by themselves; the second time that costs nothing.
+# `make demo` shows KVPP at work in a real vLLM engine, `make test` tests it in minutes, and
+# `make test-full` tests everything. Each makes the virtual environments that it needs by itself;
+# the second time that costs nothing.
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-contract test-ascend-sim test-ascend-classes test-vllm023 test-matrix bench soak faults traffic lint wheel docs clean
+.PHONY: help setup demo test test-full test-contract test-ascend-sim test-ascend-classes test-vllm023 test-matrix bench soak faults traffic lint wheel docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -19,8 +20,21 @@ $(VENV)/.ready: pyproject.toml .ci/setup .ci/overrides.txt .ci/memcache.txt
 demo: $(VENV)/.ready ## run KVPP off and on in a real engine and compare
 	@$(BIN)/kvpp demo $(ARGS)
 
-test: lint docs ## lint, type-check, build the site and run all tests
-	@$(BIN)/python -m pytest $(ARGS)
+# Every test is in one of these sets: tests/contract/test_targets.py says so.
+FAST := smoke or not (engine or process or network or grid or faults or vllm023)
+REST := not ($(FAST)) and not (faults or vllm023)
+
+test: lint ## lint, type-check and run the fast tests (minutes)
+	@$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+test-full: test docs ## make test, then the site, engines, servers, grids, releases, benchmarks, vLLM 0.23, NPU
+	@$(BIN)/python -m pytest -m "$(REST)" $(ARGS)
+	@$(MAKE) bench ARGS=--quick
+	@$(MAKE) traffic ARGS="--minutes 2"
+	@$(MAKE) test-vllm023 ARGS=
+	@$(MAKE) test-ascend-sim ARGS=
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then \
+		$(MAKE) test-ascend-classes ARGS=; fi
 
 test-matrix: $(VENV)/.ready ## print where KVPP on = off, for all models, modes and ranks (hours; ARGS="--only mla eager")
 	@$(BIN)/python -m tests.matrix $(ARGS)
@@ -55,7 +69,7 @@ soak: $(VENV)/.ready ## random traffic on a small pool, KVPP on against off (ARG
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 faults: $(VENV)/.ready ## kill, stop and cut off engines, stores and masters; needs an idle machine
-	@$(BIN)/python -m pytest -m faults tests/p2p tests/pool tests/soak $(ARGS)
+	@$(BIN)/python -m pytest -m faults $(ARGS)
 
 traffic: $(VENV)/.ready ## minutes of traffic through the deployment while its engines are killed (ARGS="--minutes 10")
 	@$(BIN)/python -m benchmarks soak $(ARGS)

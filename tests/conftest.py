@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import Phase, settings
@@ -25,6 +26,16 @@ os.environ.update(
     }
 )
 
+COLLECTED = pytest.StashKey[dict[str, frozenset[str]]]()  # the markers of every test, by its id
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what was collected, before -m and -k deselect."""
+    config.stash[COLLECTED] = {
+        item.nodeid: frozenset(mark.name for mark in item.iter_markers()) for item in items
+    }
+
 
 @pytest.fixture
 def caplog(
@@ -38,6 +49,15 @@ def caplog(
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger=logger.name)
     return caplog
+
+
+@pytest.fixture(scope="module")
+def ports() -> Iterator[Callable[[int], Sequence[int]]]:
+    """``ports(n)``: consecutive ports that are free, and a module's until its end."""
+    from kvpp_connectors.connector.ports import reserved_ports
+
+    with ExitStack() as stack:
+        yield lambda count: stack.enter_context(reserved_ports(count))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result
 from kvpp_connectors.pool.store.memcache import CONFIG_VARIABLE, MemCacheBackend, MemoryKind
 from kvpp_core.errors import KvppError
@@ -182,7 +182,13 @@ def worker(options: argparse.Namespace) -> Report:
 @contextmanager
 def metaservice(folder: Path, options: argparse.Namespace) -> Iterator[Path]:
     """A MetaService on loopback while the block runs; the path of its clients' configuration."""
-    meta, store, metrics = free_ports(3)
+    with reserved_ports(3) as ports:
+        yield from _serving(folder, options, *ports)
+
+
+def _serving(
+    folder: Path, options: argparse.Namespace, meta: int, store: int, metrics: int
+) -> Iterator[Path]:
     (folder / "mmc-meta.conf").write_text(
         f"ock.mmc.meta_service_url = tcp://127.0.0.1:{meta}\n"
         f"ock.mmc.meta_service.config_store_url = tcp://127.0.0.1:{store}\n"

@@ -1,11 +1,10 @@
-"""The address of this process for others, and free ports of it."""
+"""The address of this process for others."""
 
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
 
-__all__ = ["address_towards", "free_ports", "own_host"]
+__all__ = ["address_towards", "own_host"]
 
 
 def own_host() -> str:
@@ -26,12 +25,3 @@ def address_towards(host: str, port: int) -> str:
         probe.connect((host, port))
         address: str = probe.getsockname()[0]
         return address
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """As many ports of an address of this host that nobody listens on now."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [probe.getsockname()[1] for probe in probes]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.demo.children import Server
 from kvpp_connectors.mooncake_admin.local_pool import LocalPool, answers
 from kvpp_connectors.mooncake_admin.master_http import MasterHttp
@@ -34,12 +34,12 @@ def serving_pool(folder: Path, size: int) -> Iterator[LocalPool]:
         ChildFailed: a server ended, or there was no memory in time.
         KvppError: Mooncake is not installed.
     """
-    rpc, http, port = free_ports(3)
-    pool = LocalPool(MasterAddress(_HOST, rpc, http), size)
-    commands = {"master": master_command(pool.master)}
-    if size:
-        commands["store"] = store_command(pool.master, _HOST, port, size)
     with ExitStack() as stack:
+        rpc, http, port = stack.enter_context(reserved_ports(3, _HOST))
+        pool = LocalPool(MasterAddress(_HOST, rpc, http), size)
+        commands = {"master": master_command(pool.master)}
+        if size:
+            commands["store"] = store_command(pool.master, _HOST, port, size)
         servers = [
             stack.enter_context(
                 Server(

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.demo.children import Server
 from kvpp_connectors.demo.settings import Settings
 from kvpp_connectors.mooncake_admin.servers import (
@@ -33,7 +33,8 @@ class Fleet:
     """The running servers and their URLs."""
 
     def __init__(self, settings: Settings, stack: ExitStack) -> None:
-        rpc, http, store, prefill, decode, proxy = free_ports(6)
+        ports = stack.enter_context(reserved_ports(6, _HOST))
+        rpc, http, store, prefill, decode, proxy = ports
         master = MasterAddress(_HOST, rpc, http)
         self.prefill, self.decode, self.proxy = map(_url, (prefill, decode, proxy))
         self._commands = {

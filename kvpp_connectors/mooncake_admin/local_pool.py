@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.mooncake_admin.master_http import MasterHttp
 from kvpp_connectors.mooncake_admin.servers import (
     STORE_ENVIRONMENT,
@@ -64,14 +64,14 @@ async def serve(pool: LocalPool, announce: Callable[[], object]) -> None:
     _check_free(pool.master.host, pool.master.port, "--port")
     _check_free(pool.master.host, pool.master.http_port, "--http-port")
     commands = {"mooncake_master": master_command(pool.master, pool.master_options)}
-    if pool.memory:
-        (port,) = free_ports(1, pool.master.host)
-        command = store_command(pool.master, pool.master.host, port, pool.memory)
-        commands["mooncake_client"] = command
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
+        if pool.memory:
+            (port,) = stack.enter_context(reserved_ports(1, pool.master.host))
+            command = store_command(pool.master, pool.master.host, port, pool.memory)
+            commands["mooncake_client"] = command
         ends = {}
         for name, command in commands.items():
             process = await stack.enter_async_context(_running(command))

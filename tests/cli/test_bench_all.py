@@ -16,6 +16,7 @@ from benchmarks.records import BENCHES, Bench, read_record
 SMALL = Bench(BroadcastFigures, quick=("--layer-mib=2", "--repeats=3"))
 
 
+@pytest.mark.process
 def test_one_that_fails_is_named_and_the_others_are_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -32,6 +33,7 @@ def test_one_that_fails_is_named_and_the_others_are_kept(
     assert record.figures.summary() in " ".join(result.stdout.split())
 
 
+@pytest.mark.process
 def test_all_right_is_code_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(session, "BENCHES", {"broadcast": SMALL})
     result = CliRunner().invoke(app, ["all", "--quick", "--into", str(tmp_path)])

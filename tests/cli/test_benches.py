@@ -28,6 +28,7 @@ def figures(*arguments: str) -> Any:
     return record["figures"]
 
 
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_pool() -> None:
     """Sizes that do not divide evenly, too: 4 MiB are one object of the largest."""
@@ -40,6 +41,7 @@ def test_pool() -> None:
         assert all(row[way] > 0 for way in ("raw_put", "save", "raw_get", "load", "pack", "ask"))
 
 
+@pytest.mark.process
 @pytest.mark.timeout(400)
 def test_p2p() -> None:
     rows = figures("p2p", "--megabytes=4", "--repeats=3", "--no-group")

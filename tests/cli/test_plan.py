@@ -341,6 +341,7 @@ def test_plot_that_cannot_be_written_is_an_error(run: Run, tmp_path: Path) -> No
     assert "cannot be written" in result.stderr
 
 
+@pytest.mark.process
 def test_planning_imports_neither_vllm_nor_torch_nor_matplotlib() -> None:
     code = (
         "import sys, kvpp_connectors.cli.model_shapes, kvpp_connectors.cli.plan\n"

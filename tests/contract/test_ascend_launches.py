@@ -77,6 +77,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Checked]:
     return check_all(lines, folder, "--platform", "ascend")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [script.stem for script in SCRIPTS if script.stem != PCP])
 def test_the_launch_lines_of_the_specification_are_taken(
     checked: Mapping[str, Checked], name: str
@@ -90,6 +91,7 @@ def test_the_launch_lines_of_the_specification_are_taken(
     assert line.startswith("KVPP is off" if name in OFF else "KVPP takes this launch.")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rule", REFUSED)
 def test_each_restricted_combination_is_refused_by_its_rule(
     checked: Mapping[str, Checked], rule: str

@@ -17,6 +17,8 @@ from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.wheels import Renamed, obtain
 
+pytestmark = pytest.mark.network
+
 VLLM = "0.23.0"
 VERSIONS = ("0.23.0",)
 SPEC = "core.kv_cache_interface.AscendMLAAttentionSpec"

@@ -22,6 +22,7 @@ COMMANDS = sorted(
 ON = '{"enable_kvpp": true}'
 
 
+@pytest.mark.process
 def test_the_installed_command_lists_its_commands(tmp_path: Path) -> None:
     """The console script itself, outside of the repository."""
     assert {"plan", "check", "doctor", "demo"} <= set(COMMANDS)
@@ -84,18 +85,21 @@ def checked(
     return check_all(lines, tmp_path_factory.mktemp("check"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ["good", "guide"])
 def test_a_good_launch_is_one_line_and_code_0(checked: Mapping[str, Checked], name: str) -> None:
     """Nothing of vLLM's own output on stdout: the whole text is ours."""
     assert checked[name] == Checked(0, ["KVPP takes this launch."])
 
 
+@pytest.mark.process
 def test_a_launch_without_kvpp_is_said_to_be_one(checked: Mapping[str, Checked]) -> None:
     (line,) = checked["off"].lines
     assert checked["off"].code == 0
     assert line == "KVPP is off in this launch (no enable_kvpp in --additional-config)."
 
 
+@pytest.mark.process
 def test_a_warning_is_printed_and_refuses_nothing(checked: Mapping[str, Checked]) -> None:
     warning, verdict = checked["warned"].lines
     assert checked["warned"].code == 0
@@ -103,6 +107,7 @@ def test_a_warning_is_printed_and_refuses_nothing(checked: Mapping[str, Checked]
     assert verdict == "KVPP takes this launch."
 
 
+@pytest.mark.process
 def test_full_graphs_are_refused_on_a_machine_that_has_none(
     checked: Mapping[str, Checked],
 ) -> None:
@@ -116,6 +121,7 @@ def test_full_graphs_are_refused_on_a_machine_that_has_none(
     assert verdict == "1 refused."
 
 
+@pytest.mark.process
 def test_every_problem_is_a_line_and_the_code_is_1(checked: Mapping[str, Checked]) -> None:
     *refusals, verdict = checked["many"].lines
     rules = [line.split("]")[0] for line in refusals]
@@ -134,6 +140,7 @@ def test_every_problem_is_a_line_and_the_code_is_1(checked: Mapping[str, Checked
     assert verdict == "6 refused."
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "text"),
     [

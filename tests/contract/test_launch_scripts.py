@@ -58,6 +58,7 @@ def line_of(script: Path, folder: Path) -> list[str]:
     return words
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", [script.stem for script in SCRIPTS if script.stem != PCP])
 def test_check_takes_the_line(checked: Mapping[str, Checked], name: str) -> None:
     """No refusal, no warning."""
@@ -66,6 +67,7 @@ def test_check_takes_the_line(checked: Mapping[str, Checked], name: str) -> None
     assert line.startswith("KVPP is off" if name in OFF else "KVPP takes this launch.")
 
 
+@pytest.mark.process
 def test_only_vllm_refuses_prefill_context_parallelism_here(
     checked: Mapping[str, Checked],
 ) -> None:

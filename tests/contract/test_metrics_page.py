@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
 
-from kvpp_connectors.connector.host import free_ports
 from kvpp_connectors.engine.metrics import BroadcastCounters, MetricsPage, metrics_port
 from kvpp_core.errors import KvppError
 from kvpp_core.stats import PipelineStats
 
 
-def test_a_taken_port_is_an_error_that_names_the_option_and_close_gives_it_back() -> None:
-    (port,) = free_ports(1)
+def test_a_taken_port_is_an_error_that_names_the_option_and_close_gives_it_back(
+    ports: Callable[[int], Sequence[int]],
+) -> None:
+    (port,) = ports(1)
     counters = BroadcastCounters(3, PipelineStats)
     for _ in range(2):
         page = MetricsPage("127.0.0.1", port, counters)

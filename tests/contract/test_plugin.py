@@ -102,19 +102,23 @@ def found(tmp_path_factory: pytest.TempPathFactory, mla_model: Path) -> Any:
     return run_python(PROGRAM, folder, str(mla_model), VLLM_PLUGINS="")
 
 
+@pytest.mark.process
 def test_registering_imports_the_plugin_module_and_nothing_else(found: Any) -> None:
     assert found["new"] == LIGHT
 
 
+@pytest.mark.process
 def test_registering_costs_less_than_50_ms(found: Any) -> None:
     """Processor time of the process, so that other work on the machine does not count."""
     assert found["seconds"] < 0.05
 
 
+@pytest.mark.process
 def test_registering_again_wraps_nothing_again(found: Any) -> None:
     assert found["wrapped_once"] is True
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("launch", [0, 1], ids=["nothing", "keys of others"])
 def test_a_plain_launch_is_the_same_with_the_plugin(found: Any, launch: int) -> None:
     """Every field of the VllmConfig, without additional_config and with somebody else's."""
@@ -125,6 +129,7 @@ def test_a_plain_launch_is_the_same_with_the_plugin(found: Any, launch: int) -> 
     assert without["worker"] == "vllm.v1.worker.cpu_worker.CPUWorker"
 
 
+@pytest.mark.process
 def test_a_plain_launch_imports_no_other_module_of_ours(found: Any) -> None:
     assert found["modules"] == LIGHT
 

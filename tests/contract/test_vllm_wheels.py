@@ -17,6 +17,8 @@ from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.wheels import Renamed, download, obtain
 
+pytestmark = pytest.mark.network
+
 VERSIONS = ("0.32.0", "0.33.0")
 
 

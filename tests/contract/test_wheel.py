@@ -20,6 +20,8 @@ import pytest
 
 from tests.contract.processes import run, run_python
 
+pytestmark = [pytest.mark.process, pytest.mark.network]
+
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES = ("kvpp_core", "kvpp_connectors")
 EXAMPLE = REPOSITORY / "examples" / "configs" / "deepseek-v2-lite"

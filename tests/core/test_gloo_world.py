@@ -10,6 +10,8 @@ import pytest
 
 from tests.core.gloo_world import BOUND, GlooWorld, Rank, RankFailure
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[GlooWorld]:

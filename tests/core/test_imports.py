@@ -30,6 +30,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
+@pytest.mark.process
 def test_importing_every_module_imports_neither_vllm_nor_the_connectors() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL, json.dumps(MODULES)],

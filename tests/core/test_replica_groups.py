@@ -87,6 +87,9 @@ EIGHT_RANKS = (*TWO_GROUPS_OF_FOUR, Grid(dp=2, pp=2, pcp=2))
 ALL_GRIDS = (*ONE_REPLICA, *TWO_GROUPS_OF_TWO, *EIGHT_RANKS)
 
 
+eight_processes = pytest.mark.process  # starting them takes half a minute of CPU
+
+
 @pytest.fixture(scope="module")
 def world8() -> Iterator[GlooWorld]:
     """Eight ranks."""
@@ -286,6 +289,7 @@ def test_pipelines_of_four_ranks_hold_their_own_owners_bytes(world4: GlooWorld, 
     assert world4.run(run_replicas, grid, [12, 7]) == [Seen([], [])] * 4
 
 
+@eight_processes
 @pytest.mark.parametrize("grid", EIGHT_RANKS, ids=str)
 def test_the_engine_makes_the_groups_of_all_replicas_and_stages(
     world8: GlooWorld, grid: Grid
@@ -297,11 +301,13 @@ def test_the_engine_makes_the_groups_of_all_replicas_and_stages(
     ]
 
 
+@eight_processes
 @pytest.mark.parametrize("grid", EIGHT_RANKS, ids=str)
 def test_broadcasts_of_eight_ranks_stay_in_their_groups(world8: GlooWorld, grid: Grid) -> None:
     assert world8.run(run_broadcasts, grid, [28, 48, 16, 36]) == [[]] * 8
 
 
+@eight_processes
 @pytest.mark.parametrize("grid", EIGHT_RANKS, ids=str)
 def test_pipelines_of_eight_ranks_hold_their_own_owners_bytes(
     world8: GlooWorld, grid: Grid
@@ -309,6 +315,7 @@ def test_pipelines_of_eight_ranks_hold_their_own_owners_bytes(
     assert world8.run(run_replicas, grid, [7, 12, 4, 9]) == [Seen([], [])] * 8
 
 
+@eight_processes
 @pytest.mark.parametrize("dummies", [0, 20])
 @pytest.mark.parametrize("counts", [(0, 40), (40, 0)])
 @pytest.mark.parametrize("grid", TWO_GROUPS_OF_FOUR[:2], ids=str)
@@ -318,6 +325,7 @@ def test_a_replica_without_work_does_not_hold_up_or_hear_the_other(
     assert world8.run(run_replicas, grid, counts, dummies) == [Seen([], [])] * 8
 
 
+@eight_processes
 @pytest.mark.parametrize("stalled", [0, 1])
 def test_a_replica_that_stops_inside_a_step_does_not_hold_up_the_other(
     world8: GlooWorld, stalled: int
@@ -329,12 +337,14 @@ def test_a_replica_that_stops_inside_a_step_does_not_hold_up_the_other(
     assert max(ends[1 - stalled]) < min(ends[stalled])
 
 
+@eight_processes
 def test_every_stage_agrees_on_its_own_manifest(world8: GlooWorld) -> None:
     said = world8.run(run_agreements, Grid(dp=1, pp=2, pcp=2, tp=2), None)
     assert len({*said[:4]}) == len({*said[4:]}) == 1
     assert said[0] != said[4]
 
 
+@eight_processes
 def test_replicas_of_one_model_have_one_digest_and_a_mismatch_stays_in_its_group(
     world8: GlooWorld,
 ) -> None:

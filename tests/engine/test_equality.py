@@ -26,7 +26,7 @@ from tests.engine.harness import (
     start_engine,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.smoke]
 
 LAYERS, BLOCKS = 7, 60
 SHARED = random_tokens(1, 64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -25,7 +25,6 @@ PARTITIONS = {
     None: [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]],
     "7,5": [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11]],
 }
-METRICS_PORT = 27600
 
 
 def scrape(port: int) -> dict[tuple[str, str | None], float]:
@@ -36,24 +35,27 @@ def scrape(port: int) -> dict[tuple[str, str | None], float]:
 
 
 def test_two_stages_of_two_ranks_answer_like_kvpp_off(
-    checkpoint: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Callable[[int], Path],
+    ports: Callable[[int], Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """TP2 x PP2, an even and an uneven split: the same answers, owners by stage."""
     model = checkpoint(12)
+    metrics_port = ports(4)[0]
     with start_engine(model, kvpp_off(), pipeline_parallel_size=2) as engine:
         expected = engine.run(SCRIPT)
     assert [answer.cached_tokens for answer in expected.answers] == [0, 0, 96]
     for partition, owned in PARTITIONS.items():
         if partition is not None:
             monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
-        options = kvpp_on(metrics_port=METRICS_PORT)
+        options = kvpp_on(metrics_port=metrics_port)
         with start_engine(model, options, pipeline_parallel_size=2) as engine:
             assert engine.run(SCRIPT).answers == expected.answers
             assert [layout["owned_layers"] for layout in engine.call("kvpp_layout")] == owned
             stats = engine.call("kvpp_stats")
             assert all(rank["bytes_total"] > 0 for rank in stats)
             for rank, counted in enumerate(stats):
-                shown = scrape(METRICS_PORT + rank)
+                shown = scrape(metrics_port + rank)
                 assert shown["kvpp_steps_total", None] == counted["steps"]
                 assert shown["kvpp_wait_seconds_total", None] == counted["wait_seconds"]
                 for mode, count in counted["bytes"].items():

@@ -39,7 +39,8 @@ class Pair:
 
     folder: Path
     model: Path
-    port: int  # prefill's; decode's are ten above
+    port: int  # the first of prefill's two
+    decode_port: int
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # for kv_connector_extra_config
@@ -69,7 +70,7 @@ class Pair:
             tp=1,
             speculative_config=MTP,
             worker_extension_cls=EXTENSION,
-            kv_transfer_config=transfer("kv_consumer", self.port + 10, self.policy, **self.extra),
+            kv_transfer_config=transfer("kv_consumer", self.decode_port, self.policy, **self.extra),
         )
 
     def stop(self) -> None:

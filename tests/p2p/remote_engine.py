@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 from tests.fork_server import CONTEXT
 from tests.p2p.engine_process import Served, serve
+from tests.signals import signal_group
 
 __all__ = ["RemoteEngine"]
 
@@ -65,7 +65,7 @@ class RemoteEngine:
     def signal(self, number: int) -> None:
         """Send a signal to the engine and all its workers."""
         assert self.process.pid is not None
-        os.killpg(self.process.pid, number)
+        signal_group(self.process.pid, number)
 
     def stop(self) -> None:
         """End the engine; kill what is left."""

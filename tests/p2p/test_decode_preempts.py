@@ -6,7 +6,7 @@ second time would wait for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,20 +29,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prefill(model: Path) -> Iterator[RemoteEngine]:
+def prefill(model: Path, ports: Callable[[int], Sequence[int]]) -> Iterator[RemoteEngine]:
     """Two ranks with KVPP."""
     with RemoteEngine(
         model,
         model.parent / "prefill.log",
         additional_config=kvpp_on(),
         tp=2,
-        kv_transfer_config=transfer("kv_producer", 27300, lease_seconds=60.0),
+        kv_transfer_config=transfer("kv_producer", ports(2)[0], lease_seconds=60.0),
     ) as engine:
         yield engine.wait_ready()
 
 
 @pytest.fixture(scope="module")
-def decode(model: Path) -> Iterator[RemoteEngine]:
+def decode(model: Path, ports: Callable[[int], Sequence[int]]) -> Iterator[RemoteEngine]:
     """One rank, with blocks for one and a half requests. A failed load would fail its request."""
     with RemoteEngine(
         model,
@@ -51,7 +51,7 @@ def decode(model: Path) -> Iterator[RemoteEngine]:
         tp=1,
         blocks=BLOCKS,
         max_model_len=160,
-        kv_transfer_config=transfer("kv_consumer", 27310, "fail"),
+        kv_transfer_config=transfer("kv_consumer", ports(1)[0], "fail"),
     ) as engine:
         yield engine.wait_ready()
 

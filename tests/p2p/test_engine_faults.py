@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +37,17 @@ SEEDS = itertools.count(100)
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pair]]:
+def engines(
+    tmp_path_factory: pytest.TempPathFactory, ports: Callable[[int], Sequence[int]]
+) -> Iterator[dict[str, Pair]]:
     """A prefill engine, and a decode engine for each kv_load_failure_policy."""
     folder = tmp_path_factory.mktemp("faults")
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))
     names = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
     timeouts = {name: str(READ_TIMEOUT) for name in names}
-    pair = Pair(folder, model, 27400, {"blocks": BLOCKS}, timeouts, {"window": WINDOW})
-    failing = replace(pair, policy="fail")
+    port, _, decode, failing_decode = ports(4)
+    pair = Pair(folder, model, port, decode, {"blocks": BLOCKS}, timeouts, {"window": WINDOW})
+    failing = replace(pair, policy="fail", decode_port=failing_decode)
     try:
         pair.start_prefill()
         pair.start_decode()

@@ -8,7 +8,7 @@ that it really computed.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, ports: Callable[[int], Sequence[int]]
+) -> Iterator[Pair]:
     """Sparse models with a draft layer on both sides."""
     folder = tmp_path_factory.mktemp("pd")
     model = tiny_models.write(folder / "model", replace(tiny_models.SHARED, drafts=1))
-    engines = Pair(folder, model, 27200)
+    prefill, _, decode = ports(3)
+    engines = Pair(folder, model, prefill, decode)
     try:
         engines.start_decode()
         engines.start_prefill()
@@ -39,6 +42,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         engines.stop()
 
 
+@pytest.mark.smoke
 def test_a_pulled_prompt_is_answered_like_a_computed_one(pair: Pair) -> None:
     """Target and draft layers, from their owners; nothing of the prompt is computed again."""
     blocks = pair.prefill.ask("blocks"), pair.decode.ask("blocks")

@@ -159,6 +159,7 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.process
 def test_all_bytes_arrive(machine: Machine, server: Server) -> None:
     """In a window of 16, each where it belongs."""
     local = local_for(server.session, server.address, CHUNKS)
@@ -166,6 +167,7 @@ def test_all_bytes_arrive(machine: Machine, server: Server) -> None:
     assert bool((local.memory == PATTERN).all())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("bad", [0, CHUNKS // 2, CHUNKS - 1])
 def test_a_bad_address_among_good_ones_ends_all_of_them_first(
     bad: int, machine: Machine, server: Server
@@ -198,6 +200,7 @@ def test_a_peer_that_nobody_is_fails_at_once(machine: Machine) -> None:
     assert bool((memory == EMPTY).all())
 
 
+@pytest.mark.process
 def test_a_peer_that_is_killed_in_mid_read_ends_the_reads(machine: Machine) -> None:
     """2.1: bounded, some bytes there, and none of them later."""
     with serving_process(CHUNKS * CHUNK) as server:
@@ -212,6 +215,7 @@ def test_a_peer_that_is_killed_in_mid_read_ends_the_reads(machine: Machine) -> N
         assert again.problem is not None and again.done_bytes == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("window", [4, 16])
 def test_a_peer_that_stands_still_ends_the_reads_in_time_and_cannot_write_later(
     window: int,

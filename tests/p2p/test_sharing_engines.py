@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ class Pulls(WorkerFaults):
         return self._seen
 
 
-def test_two_ranks_share_and_answer_like_one_that_computes(tmp_path: Path) -> None:
+def test_two_ranks_share_and_answer_like_one_that_computes(
+    tmp_path: Path, ports: Callable[[int], Sequence[int]]
+) -> None:
     """Each rank has half of the bytes from prefill and half from the other; none is computed."""
     model = tiny_models.write(tmp_path / "model", replace(tiny_models.MLA, layers=12))
     with (
@@ -42,7 +45,7 @@ def test_two_ranks_share_and_answer_like_one_that_computes(tmp_path: Path) -> No
             model,
             tmp_path / "prefill.log",
             additional_config=kvpp_off(),
-            kv_transfer_config=transfer("kv_producer", 27500),
+            kv_transfer_config=transfer("kv_producer", ports(1)[0]),
             tp=1,
         ) as prefill,
         RemoteEngine(
@@ -50,7 +53,9 @@ def test_two_ranks_share_and_answer_like_one_that_computes(tmp_path: Path) -> No
             tmp_path / "decode.log",
             additional_config=kvpp_off(),
             worker_extension_cls=f"{__name__}.Pulls",
-            kv_transfer_config=transfer("kv_consumer", 27510, share_pulls=True, share_wait_s=60.0),
+            kv_transfer_config=transfer(
+                "kv_consumer", ports(2)[0], share_pulls=True, share_wait_s=60.0
+            ),
             tp=2,
         ) as decode,
     ):

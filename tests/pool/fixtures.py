@@ -31,7 +31,13 @@ def shared_master() -> Iterator[Master]:
     master.stop()
 
 
-@pytest.fixture(scope="package", params=KINDS)
+@pytest.fixture(
+    scope="package",
+    params=[
+        kind if kind == "memcache-stand-in" else pytest.param(kind, marks=pytest.mark.process)
+        for kind in KINDS
+    ],
+)
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Store]:

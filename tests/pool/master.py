@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.mooncake_admin.master_http import MasterHttp
 from kvpp_connectors.mooncake_admin.servers import MasterAddress, master_command
+from tests.signals import signal_group
 
 __all__ = ["Master", "wait_until"]
 
@@ -31,7 +33,9 @@ class Master:
     """The process. Its port stays the same over restarts."""
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
-        self.at = MasterAddress("127.0.0.1", *free_ports(2))
+        self._stack = ExitStack()
+        self.at = MasterAddress("127.0.0.1", *self._stack.enter_context(reserved_ports(2)))
+        self._log = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._flags = tuple(flags)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -47,15 +51,15 @@ class Master:
     def start(self) -> None:
         self._process = subprocess.Popen(
             master_command(self.at, self._flags),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
             start_new_session=True,  # so that what the console script starts ends with it
         )
         wait_until(self._listens, _START_S, "mooncake_master's start")
 
     def signal(self, number: int) -> None:
         assert self._process is not None
-        os.killpg(self._process.pid, number)
+        signal_group(self._process.pid, number)
 
     def kill(self) -> None:
         """At once, without a farewell."""
@@ -69,10 +73,14 @@ class Master:
         if self._process is not None:
             self.signal(signal.SIGCONT)
             self.kill()
+        self._stack.close()
 
     def _listens(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, f"mooncake_master ended: {self._process.returncode}"
+        if (code := self._process.poll()) is not None:
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-2000:]
+            raise AssertionError(f"mooncake_master at {self.at} ended with {code}:\n{said}")
         try:
             socket.create_connection((self.at.host, self.at.port), 1).close()
         except OSError:

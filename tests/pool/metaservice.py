@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from tests.pool.master import wait_until
 
 __all__ = ["Client", "MetaService", "memcache_path"]
@@ -51,7 +52,8 @@ class MetaService:
     def __init__(self, folder: Path) -> None:
         self._path = memcache_path()
         self._folder = folder
-        self._meta, store, metrics = free_ports(3)
+        self._stack = ExitStack()
+        self._meta, store, metrics = self._stack.enter_context(reserved_ports(3))
         (folder / "meta.conf").write_text(
             f"ock.mmc.meta_service_url = tcp://127.0.0.1:{self._meta}\n"
             f"ock.mmc.meta_service.config_store_url = tcp://127.0.0.1:{store}\n"
@@ -96,6 +98,11 @@ class MetaService:
             self._process.kill()
             self._process.wait(_END_S)
             self._process = None
+
+    def close(self) -> None:
+        """End of its tests: it is not started again."""
+        self.kill()
+        self._stack.close()
 
     def _started(self) -> bool:
         """Whether it listens now; starts it anew where it has ended, as it does beside another."""

@@ -8,10 +8,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 
-from kvpp_connectors.connector.host import free_ports
+from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.mooncake_admin.servers import STORE_ENVIRONMENT, store_command
 from kvpp_connectors.pool.store.base import PoolUnavailable
 from tests.pool.master import Master, wait_until
+from tests.signals import signal_group
 
 __all__ = ["StoreProcess", "lent_pool"]
 
@@ -25,8 +26,10 @@ class StoreProcess:
     def __init__(self, master: Master, size: str) -> None:
         self.master = master
         before = master.capacity()
+        self._stack = contextlib.ExitStack()
+        (port,) = self._stack.enter_context(reserved_ports(1, master.at.host))
         self._process = subprocess.Popen(
-            store_command(master.at, master.at.host, free_ports(1)[0], size),
+            store_command(master.at, master.at.host, port, size),
             env={**os.environ, **STORE_ENVIRONMENT},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -43,13 +46,14 @@ class StoreProcess:
 
     def signal(self, number: int) -> None:
         """To the process and what the console script started."""
-        os.killpg(self._process.pid, number)
+        signal_group(self._process.pid, number)
 
     def stop(self) -> None:
         """End it. Again is legal."""
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self._process.wait(_START_S)
+        self._stack.close()
 
 
 @contextlib.contextmanager

@@ -145,6 +145,7 @@ def test_what_decides_no_bytes_is_shared() -> None:
     )
 
 
+@pytest.mark.process
 def test_every_process_makes_the_same_keys() -> None:
     code = (
         "from tests.pool.test_keys import BASE, KVPP, every_key, Namespace;"

@@ -22,6 +22,7 @@ from tests.pool.store_process import StoreProcess
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.smoke,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("patient_clients"),
 ]

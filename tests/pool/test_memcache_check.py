@@ -33,17 +33,20 @@ def run(path: str, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.process
 def test_its_options_are_explained() -> None:
     ended = run(str(ROOT), "--help")
     assert ended.returncode == 0 and "--second-device" in ended.stdout
 
 
+@pytest.mark.process
 def test_its_dry_part_looks_up_in_a_metaservice_that_it_starts() -> None:
     ended = run(memcache_path(), "--dry")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "0 of 32 blocks" in ended.stdout and "all as expected" in ended.stdout
 
 
+@pytest.mark.process
 def test_without_an_npu_it_fails_and_says_what_is_needed() -> None:
     ended = run(memcache_path(), "--memory", "host", "--protocol", "host_shm", "--lend", "128MB")
     assert ended.returncode == 1, ended.stdout + ended.stderr

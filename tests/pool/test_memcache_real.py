@@ -21,6 +21,8 @@ from kvpp_connectors.pool.store.memcache import new_client
 from tests.pool.master import wait_until
 from tests.pool.metaservice import Client, MetaService
 
+pytestmark = pytest.mark.process
+
 BOUND_S = 30.0  # of what takes some seconds on an idle machine
 KEYS = ["kvpp1@a", "kvpp1@b"]
 BLOCKS = [[key] for key in KEYS]
@@ -31,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MetaService]:
     """One for all: a machine runs no second one."""
     started = MetaService(tmp_path_factory.mktemp("memcache"))
     yield started
-    started.kill()
+    started.close()
 
 
 @pytest.fixture

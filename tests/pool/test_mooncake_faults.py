@@ -7,7 +7,6 @@ and members that go and come back).
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -27,6 +26,9 @@ from kvpp_connectors.pool.store.resilient import GuardedBackend
 from tests.pool.master import Master, wait_until
 from tests.pool.memory import Memory, bytes_of
 from tests.pool.stores import SEGMENT, MooncakeStore
+from tests.signals import signal_group
+
+pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 BOUND_S = 20.0  # of what takes about 2 s on an idle machine
@@ -199,13 +201,14 @@ def test_an_object_whose_owner_is_lost_fails_in_bounded_time(
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,
     )
     try:
         assert owner.stdout is not None and owner.stdout.readline() == "['stored']\n"
         store = MooncakeStore(master, packed=True)
         loaded = lambda: get(store, "kvpp1@theirs", 70_000) is Result.LOADED  # noqa: E731
         wait_until(loaded, BOUND_S, "a load from the owner, in spite of its short lease")
-        os.kill(owner.pid, fault)
+        signal_group(owner.pid, fault)
         started = time.monotonic()
         result = get(store, "kvpp1@theirs", 70_000)
         assert result in (Result.FAILED, Result.MISSING), result

@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -21,7 +21,6 @@ from typer.testing import CliRunner, Result
 
 from kvpp_connectors.cli import pool as command
 from kvpp_connectors.cli.main import app
-from kvpp_connectors.connector.host import free_ports
 from kvpp_connectors.mooncake_admin.master_http import MasterHttp, status_of
 from kvpp_connectors.mooncake_admin.servers import MasterAddress
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard, Topology
@@ -73,6 +72,7 @@ def filled(master: Master) -> Iterator[MooncakeStore]:
     store.close()
 
 
+@pytest.mark.process
 def test_status_counts_what_is_there_and_grants_no_lease(
     master: Master, filled: MooncakeStore
 ) -> None:
@@ -103,6 +103,7 @@ def test_status_counts_what_is_there_and_grants_no_lease(
     wait_until(goes, START_S, "the end of a lease")
 
 
+@pytest.mark.process
 def test_ls_tells_blocks_layers_and_markers_apart(master: Master, filled: MooncakeStore) -> None:
     assert kvpp("ls", at=master.at).output.count(HASH.hex()) == 6
     result = kvpp("ls", LAYERS.prefix, at=master.at)
@@ -122,6 +123,7 @@ def test_ls_tells_blocks_layers_and_markers_apart(master: Master, filled: Moonca
     assert (only["kind"], only["shard"], only["bytes"]) == ("block", "pp1r0", SIZE)
 
 
+@pytest.mark.process
 def test_clear_takes_one_namespace_once_its_leases_end(
     master: Master, filled: MooncakeStore
 ) -> None:
@@ -136,6 +138,7 @@ def test_clear_takes_one_namespace_once_its_leases_end(
     assert left == {FOREIGN, *(key for key in KEYS if not key.startswith(f"{WHOLE.prefix}@"))}
 
 
+@pytest.mark.process
 def test_clear_names_what_there_is_for_what_there_is_not(
     master: Master, filled: MooncakeStore
 ) -> None:
@@ -147,6 +150,7 @@ def test_clear_names_what_there_is_for_what_there_is_not(
     assert len(MasterHttp(master.at).keys()) == 8
 
 
+@pytest.mark.process
 def test_clear_leaves_what_is_in_use_and_says_so(
     shared_master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,20 +166,24 @@ def test_clear_leaves_what_is_in_use_and_says_so(
 
 
 @pytest.mark.parametrize("words", [("status",), ("ls",), ("clear", "x", "--yes")])
-def test_no_master_is_said_with_what_to_do(words: tuple[str, ...]) -> None:
-    nobody = MasterAddress("127.0.0.1", *free_ports(2))
+def test_no_master_is_said_with_what_to_do(
+    words: tuple[str, ...], ports: Callable[[int], Sequence[int]]
+) -> None:
+    nobody = MasterAddress("127.0.0.1", *ports(2))
     result = kvpp(*words, at=nobody)
     assert result.exit_code == 1
     assert f"no mooncake_master answers at http://127.0.0.1:{nobody.http_port}" in result.output
     assert "kvpp pool up" in result.output
 
 
+@pytest.mark.process
 def test_a_stuck_master_is_left_after_a_bound(master: Master) -> None:
     master.signal(signal.SIGSTOP)
     with pytest.raises(PoolUnavailable, match=r"did not answer within 0.2 s: it is stuck"):
         MasterHttp(master.at, timeout_s=0.2).state()
 
 
+@pytest.mark.process
 def test_what_is_no_master_is_named(master: Master) -> None:
     """The two ports in each other's place."""
     exchanged = MasterAddress(master.at.host, master.at.http_port, master.at.port)
@@ -230,9 +238,12 @@ def listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_gives_engines_a_pool_and_takes_it_all_away(number: int) -> None:
-    at = MasterAddress("127.0.0.1", *free_ports(2))
+def test_up_gives_engines_a_pool_and_takes_it_all_away(
+    number: int, ports: Callable[[int], Sequence[int]]
+) -> None:
+    at = MasterAddress("127.0.0.1", *ports(2))
     with going_up(at) as process:
         config = config_of(process.stdout)
         settings = read_mooncake_settings(config["kv_connector_extra_config"], {})
@@ -249,9 +260,10 @@ def test_up_gives_engines_a_pool_and_takes_it_all_away(number: int) -> None:
     assert not listens(at.http_port)
 
 
-def test_up_ends_with_its_store() -> None:
+@pytest.mark.process
+def test_up_ends_with_its_store(ports: Callable[[int], Sequence[int]]) -> None:
     """A pool without memory must not look as if all were well."""
-    at = MasterAddress("127.0.0.1", *free_ports(2))
+    at = MasterAddress("127.0.0.1", *ports(2))
     with going_up(at) as process:
         config_of(process.stdout)
         children = psutil.Process(process.pid).children()
@@ -262,8 +274,9 @@ def test_up_ends_with_its_store() -> None:
     assert not listens(at.port)
 
 
-def test_up_says_which_port_is_taken(master: Master) -> None:
-    result = kvpp("up", "--port", master.at.port, "--http-port", free_ports(1)[0])
+@pytest.mark.process
+def test_up_says_which_port_is_taken(master: Master, ports: Callable[[int], Sequence[int]]) -> None:
+    result = kvpp("up", "--port", master.at.port, "--http-port", *ports(1))
     assert result.exit_code == 1
     assert f"cannot listen on {master.address}: Address already in use" in result.output
     assert "another --port" in result.output

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from kvpp_connectors.connector.host import free_ports
 from tests.contract.processes import run
 from tests.proxy.world import BOUND_S, looped, until
 
@@ -57,14 +57,16 @@ def option(arguments: list[str], name: str) -> Any:
     return json.loads(arguments[arguments.index(name) + 1])
 
 
-async def one_host(folder: Path, dies: str = "") -> tuple[asyncio.subprocess.Process, str]:
+async def one_host(
+    folder: Path, free: Sequence[int], dies: str = ""
+) -> tuple[asyncio.subprocess.Process, str]:
     """Start one_host_cpu.sh with stub engines; where its proxy will listen."""
     python = folder / "python"
     values = {"python": sys.executable, "folder": str(folder), "dies": dies}
     python.write_text(PYTHON.format(repository=str(EXAMPLES.parents[1]), **values))
     python.chmod(0o755)
     names = ("PORT", "PREFILL_PORT", "DECODE_PORT")
-    ports = dict(zip(names, map(str, free_ports(3)), strict=True))
+    ports = dict(zip(names, map(str, free), strict=True))
     environment = {**os.environ, **ports, "PYTHON": str(python), "LOGS": str(folder)}
     script = await asyncio.create_subprocess_exec(
         *(EXAMPLES / "one_host_cpu.sh", "some/model", "--max-model-len", "512"),
@@ -75,9 +77,12 @@ async def one_host(folder: Path, dies: str = "") -> tuple[asyncio.subprocess.Pro
     return script, f"http://127.0.0.1:{ports['PORT']}"
 
 
+@pytest.mark.process
 @looped
-async def test_one_host_serves_through_the_proxy_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    script, url = await one_host(tmp_path)
+async def test_one_host_serves_through_the_proxy_and_leaves_nothing_behind(
+    tmp_path: Path, ports: Callable[[int], Sequence[int]]
+) -> None:
+    script, url = await one_host(tmp_path, ports(3))
     assert script.stderr is not None
     try:
         while b"listening on" not in (line := await script.stderr.readline()):
@@ -115,10 +120,13 @@ async def test_one_host_serves_through_the_proxy_and_leaves_nothing_behind(tmp_p
         assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
 
 
+@pytest.mark.process
 @looped
-async def test_one_host_says_so_when_an_engine_dies(tmp_path: Path) -> None:
+async def test_one_host_says_so_when_an_engine_dies(
+    tmp_path: Path, ports: Callable[[int], Sequence[int]]
+) -> None:
     """Its log's end is shown, and the other engine is stopped."""
-    script, _ = await one_host(tmp_path, dies="decode")
+    script, _ = await one_host(tmp_path, ports(3), dies="decode")
     _, text = await asyncio.wait_for(script.communicate(), BOUND_S)
     assert script.returncode == 1
     assert "decode has ended" in text.decode() and "no such model" in text.decode()

@@ -152,6 +152,7 @@ async def url_of(process: asyncio.subprocess.Process) -> str:
     return f"http://127.0.0.1:{words[-1]}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @looped
 async def test_a_signal_lets_running_requests_end_and_takes_no_new_ones(number: int) -> None:
@@ -182,6 +183,7 @@ async def refuses(client: aiohttp.ClientSession, url: str) -> None:
                 return
 
 
+@pytest.mark.process
 @looped
 async def test_a_stop_does_not_wait_for_ever() -> None:
     p, d = Backend(offer()), Backend(hang)
@@ -197,6 +199,7 @@ async def test_a_stop_does_not_wait_for_ever() -> None:
         await until(lambda: d.received[0].cancelled)
 
 
+@pytest.mark.process
 @looped
 async def test_a_port_that_is_taken_is_an_error_that_names_it() -> None:
     async with world() as w:
@@ -232,6 +235,7 @@ def test_wrong_options_are_refused_before_anything_starts(
     assert "secret" not in result.output
 
 
+@pytest.mark.process
 def test_the_proxy_needs_neither_vllm_nor_torch(tmp_path: Path) -> None:
     """It starts at once, and on hosts without an accelerator."""
     code = """

@@ -6,7 +6,7 @@ Of the hardware there is a stand-in (reference.py). Two ranks, gloo, Mooncake ov
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,11 @@ def test_decode_pulls_from_a_kvpp_prefill(
     prompts: list[list[int]],
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
+    ports: Callable[[int], Sequence[int]],
 ) -> None:
     """Every rank of decode pulls every tensor of each layer from its owner."""
-    prefill, decode = transfer("kv_producer", 27700), transfer("kv_consumer", 27710)
+    prefill = transfer("kv_producer", ports(RANKS)[0])
+    decode = transfer("kv_consumer", ports(RANKS)[0])
     with (
         start(model, tmp_path / "prefill", ON, kv_transfer_config=prefill) as producer,
         start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
@@ -183,17 +185,18 @@ def test_prefill_transfers_what_it_found_in_the_pool(
     expected: tuple[list[dict[str, Any]], int],
     tmp_path: Path,
     pool: dict[str, Any],
+    ports: Callable[[int], Sequence[int]],
 ) -> None:
     """Both children in one engine: a prefill engine that is new loads, and decode pulls from it."""
-    children = [transfer("kv_producer", 27720), pool]
+    children = [transfer("kv_producer", ports(RANKS)[0]), pool]
     both = {"kv_connector": "MultiConnector", "kv_role": "kv_both", EXTRA: {"connectors": children}}
-    decode = transfer("kv_consumer", 27730)
+    decode = transfer("kv_consumer", ports(RANKS)[0])
     with (
         start(model, tmp_path / "decode", OFF, kv_transfer_config=decode) as consumer,
         start(model, tmp_path / "first", ON, kv_transfer_config=both) as first,
     ):
         same(first.generate(prompts, 8), expected[0])
-        children[0]["kv_port"] = 27740
+        children[0]["kv_port"] = ports(RANKS)[0]
         with start(model, tmp_path / "second", ON, kv_transfer_config=both) as second:
             found = second.generate(prompts, 1, {"do_remote_decode": True})
             assert [answer["cached"] for answer in found] == [256, 0, 128]
