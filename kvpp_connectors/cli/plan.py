@@ -1,7 +1,6 @@
 """`kvpp plan`: how many tokens fit with KVPP off and on, before any engine is started.
 
-Section 2.2 of the specification. The figures come from kvpp_core.capacity, the arithmetic that the
-engine itself uses; this file reads the options and prints the answer.
+Reads the options and prints the plan; its figures are made in capacity_plan.
 """
 
 from __future__ import annotations
@@ -9,18 +8,24 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvpp_connectors.cli.capacity_plan import (
+    MOST,
+    Plan,
+    PlanRequest,
+    StagePlan,
+    make_plan,
+    naming_option,
+    span,
+)
 from kvpp_connectors.cli.model_shapes import (
     AUTO,
     INDEXER_LAYOUTS,
@@ -30,13 +35,11 @@ from kvpp_connectors.cli.model_shapes import (
     default_layer_split,
     read_model_shape,
 )
-from kvpp_core.bundles import LayerBundle
-from kvpp_core.capacity import DeploymentCapacity, StageCapacity, deployment, stage_capacity
 from kvpp_core.errors import KvppError, PlanError
 from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
 
-__all__ = ["Plan", "PlanRequest", "StagePlan", "plan", "span"]
+__all__ = ["plan"]
 
 _UNITS = {
     "": 1,
@@ -48,72 +51,7 @@ _POLICIES = [policy.value for policy in OwnershipPolicy]
 _SCRATCH = [policy.value for policy in ScratchPolicy]
 _BAD_OPTION = 2  # exit code
 _INT = "INTEGER"  # parsed here, so that a wrong one gets the same kind of sentence as the others
-_MOST = 16_384  # ranks, stages, tokens per block: a larger number is a slip
 _MIN_WIDTH = 100  # columns: enough for the table where the output is not a terminal
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """The options, already parsed; sizes in bytes."""
-
-    shape: ModelShape
-    tp: int
-    pp: int
-    pcp: int
-    layer_split: tuple[int, ...]  # layers per PP stage
-    memory: int
-    reserve: int
-    main_cache: str
-    indexer_cache: str
-    block_size: int  # tokens
-    draft_layers: int
-    ownership: OwnershipPolicy
-    scratch: ScratchPolicy
-    alignment: int
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """Capacity of one PP stage, and what its bytes per block are made of."""
-
-    capacity: StageCapacity
-    draft_bytes: int  # bytes per block of the draft layers, the same on every rank
-
-    @property
-    def owned_bytes(self) -> tuple[int, ...]:
-        """Bytes per block of the owned layers, by group rank."""
-        sizes = zip(self.capacity.bytes_per_block_on, self.capacity.scratch_bytes, strict=True)
-        return tuple(total - scratch - self.draft_bytes for total, scratch in sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The answer: capacity of the deployment, and what was asked."""
-
-    request: PlanRequest
-    main_cache: str  # layout, resolved where the request says auto
-    indexer_cache: str
-    stages: tuple[StagePlan, ...]
-    capacity: DeploymentCapacity
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the operator should know before trusting or using the figures."""
-        found = []
-        shape, ratio = self.request.shape, self.capacity.ratio
-        if ratio <= 1:
-            found.append(
-                f"KVPP on holds {ratio:.4f} times the tokens of KVPP off: leave enable_kvpp off"
-                + (", or use fewer PP stages." if self.request.pp > 1 else ".")
-            )
-        if AUTO in (self.request.main_cache, self.request.indexer_cache):
-            found += _dtype_warnings(shape)
-        if not shape.sparse and self.request.indexer_cache not in (AUTO, NO_INDEXER):
-            found.append(
-                f"--indexer-cache {self.request.indexer_cache} has no effect: {shape.path} has no "
-                "index_topk, so the model has no indexer."
-            )
-        return tuple(found)
 
 
 def plan(
@@ -198,10 +136,10 @@ def plan(
     option, which one sentence on stderr names.
     """
     try:
-        with _about("--model", model):
+        with naming_option("--model", model):
             shape = read_model_shape(model)
         stages = _whole("--pp", pp, 1)
-        made = _make_plan(
+        made = make_plan(
             PlanRequest(
                 shape=shape,
                 tp=_whole("--tp", tp, 1),
@@ -229,7 +167,7 @@ def plan(
         typer.echo(f"kvpp plan: {error}", err=True)
         raise typer.Exit(_BAD_OPTION) from None
     if json_output:
-        typer.echo(json.dumps(_as_json(made)))
+        typer.echo(json.dumps(made.as_json()))
     else:
         _print_tables(made)
         if plot is not None:
@@ -238,18 +176,9 @@ def plan(
         typer.echo(f"warning: {warning}", err=True)
 
 
-@contextmanager
-def _about(option: str, value: object) -> Iterator[None]:
-    """Put the option before what is said about its value."""
-    try:
-        yield
-    except KvppError as error:
-        raise PlanError(f"{option} {value}: {error}") from None
-
-
 def _whole(option: str, text: str, least: int) -> int:
-    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII) or not least <= int(text) <= _MOST:
-        raise PlanError(f"{option} {text!r}: expected a whole number from {least} to {_MOST}")
+    if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII) or not least <= int(text) <= MOST:
+        raise PlanError(f"{option} {text!r}: expected a whole number from {least} to {MOST}")
     return int(text)
 
 
@@ -303,126 +232,6 @@ def _layer_split(text: str | None, shape: ModelShape, stages: int) -> tuple[int,
             f"{shape.path}"
         )
     return split
-
-
-def _make_plan(request: PlanRequest) -> Plan:
-    _check_group(request)
-    with _about("--main-cache", request.main_cache):
-        main = request.shape.main_layout(request.main_cache)
-    with _about("--indexer-cache", request.indexer_cache):
-        indexer = request.shape.indexer_layout(request.indexer_cache)
-    targets = request.shape.target_bundles(main, indexer, request.block_size)
-    drafts = request.shape.draft_bundles(request.draft_layers, main, indexer, request.block_size)
-    bounds = pairwise((0, *accumulate(request.layer_split)))
-    stages = tuple(
-        _stage(request, stage, targets[start:end], drafts if stage == request.pp - 1 else ())
-        for stage, (start, end) in enumerate(bounds)
-    )
-    total = deployment([stage.capacity for stage in stages], request.block_size)
-    made = Plan(request, main, indexer, stages, total)
-    _check_memory(made)
-    return made
-
-
-def _stage(
-    request: PlanRequest, stage: int, bundles: Sequence[LayerBundle], drafts: Sequence[LayerBundle]
-) -> StagePlan:
-    return StagePlan(
-        capacity=stage_capacity(
-            stage,
-            bundles,
-            drafts,
-            ranks=request.tp * request.pcp,
-            memory=request.memory,
-            reserve=request.reserve,
-            policy=request.ownership,
-            alignment=request.alignment,
-            scratch=request.scratch,
-        ),
-        draft_bytes=sum(draft.bytes_per_block for draft in drafts),
-    )
-
-
-def _check_group(request: PlanRequest) -> None:
-    ranks = request.tp * request.pcp
-    if not 2 <= ranks <= _MOST:
-        raise PlanError(
-            f"--tp {request.tp} --pcp {request.pcp} make a KVPP group of {ranks} rank(s): expected "
-            f"2 to {_MOST}, since KVPP spreads the layers over the ranks of that group"
-        )
-    if request.reserve >= request.memory:
-        raise PlanError(
-            f"--reserve {request.reserve:,} bytes: expected less than --memory, which is "
-            f"{request.memory:,} bytes"
-        )
-
-
-def _check_memory(made: Plan) -> None:
-    """One block must fit, with KVPP off and on, or the ratio compares nothing."""
-    if made.capacity.blocks_off and made.capacity.blocks_on:
-        return
-    request = made.request
-    off = max(stage.capacity.bytes_per_block_off for stage in made.stages)
-    on = max(max(stage.capacity.bytes_per_block_on) for stage in made.stages)
-    raise PlanError(
-        f"--memory {request.memory:,} bytes is too small for one block of {request.block_size} "
-        f"tokens: expected at least {off:,} bytes with KVPP off and {on + request.reserve:,} with "
-        f"KVPP on (--reserve {request.reserve:,} included), plus padding if --alignment is set"
-    )
-
-
-def _dtype_warnings(shape: ModelShape) -> list[str]:
-    if shape.dtype is None:
-        return [f"{shape.path} names no dtype; {AUTO} took bf16, as vLLM does."]
-    if shape.dtype.removeprefix("torch.") in ("float32", "float"):
-        options = "--main-cache bf16" + (" --indexer-cache bf16" if shape.sparse else "")
-        return [
-            f"{shape.path} says {shape.dtype}, so {AUTO} took fp32; vLLM's --dtype auto serves "
-            f"such a model in bf16: pass {options} unless you serve with --dtype float32."
-        ]
-    return []
-
-
-def _as_json(made: Plan) -> dict[str, Any]:
-    request, capacity = made.request, made.capacity
-    return {
-        "model": str(request.shape.path),
-        "tp": request.tp,
-        "pcp": request.pcp,
-        "pp": request.pp,
-        "block_size": request.block_size,
-        "memory_bytes": request.memory,
-        "reserve_bytes": request.reserve,
-        "alignment_bytes": request.alignment,
-        "ownership": request.ownership.value,
-        "scratch": request.scratch.value,
-        "main_cache": made.main_cache,
-        "indexer_cache": made.indexer_cache,
-        "draft_layers": request.draft_layers,
-        "ratio": round(capacity.ratio, 4),
-        "tokens_off": capacity.tokens_off,
-        "tokens_on": capacity.tokens_on,
-        "blocks_off": capacity.blocks_off,
-        "blocks_on": capacity.blocks_on,
-        "binding_stage_off": capacity.binding_stage_off,
-        "binding_stage_on": capacity.binding_stage_on,
-        "stages": [_stage_as_json(stage.capacity) for stage in made.stages],
-        "explanation": capacity.explain(),
-    }
-
-
-def _stage_as_json(stage: StageCapacity) -> dict[str, Any]:
-    return {
-        "stage": stage.stage,
-        "layers": stage.layers,
-        "owned_layers": stage.owned_layers,
-        "bytes_per_block_off": stage.bytes_per_block_off,
-        "bytes_per_block_on": stage.bytes_per_block_on,
-        "blocks_off": stage.blocks_off,
-        "blocks_on": stage.blocks_on,
-        "ratio": round(stage.ratio, 4),
-        "binding_rank": stage.binding_rank,
-    }
 
 
 def _print_tables(made: Plan) -> None:
@@ -499,10 +308,3 @@ def _notes(request: PlanRequest) -> Iterable[str]:
     if request.layer_split != default_layer_split(shape.layers, request.pp):
         split = ",".join(map(str, request.layer_split))
         yield f"vLLM splits the layers like this only with VLLM_PP_LAYER_PARTITION={split}."
-
-
-def span(layers: Sequence[int]) -> str:
-    """The contiguous layers in words: ``layers 0-9``, ``layer 4`` or ``no layers``."""
-    if len(layers) > 1:
-        return f"layers {layers[0]}-{layers[-1]}"
-    return f"layer {layers[0]}" if layers else "no layers"

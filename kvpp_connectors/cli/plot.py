@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvpp_connectors.cli.capacity_plan import Plan, StagePlan, span
 from kvpp_connectors.cli.drawing import blank_figure, save_png
 from kvpp_core.errors import PlanError
-
-if TYPE_CHECKING:
-    from kvpp_connectors.cli.plan import Plan, StagePlan
 
 __all__ = ["save_plot"]
 
@@ -66,8 +64,6 @@ def _draw_stage(panel: Any, stage: StagePlan, unit: str, scale: int) -> float:
 
     Returns the end of the axis that leaves room for the words behind the bars.
     """
-    from kvpp_connectors.cli.plan import span
-
     figures = stage.capacity
     off = figures.bytes_per_block_off
     labels = ["KVPP off, any rank"]
