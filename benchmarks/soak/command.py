@@ -11,7 +11,7 @@ from kvpp_connectors.cli.demo import Layerwise, Logs
 
 if TYPE_CHECKING:
     from kvpp_connectors.demo.report import Row
-    from kvpp_connectors.demo.settings import Settings
+    from kvpp_connectors.demo.settings import DemoSettings
 
 __all__ = ["soak"]
 
@@ -36,7 +36,7 @@ def soak(
     from benchmarks.soak.run import KV_MIB, soak
     from kvpp_connectors.demo.session import run_session
 
-    def run(settings: Settings) -> list[Row]:
+    def run(settings: DemoSettings) -> list[Row]:
         return soak(replace(settings, layerwise=layerwise), minutes, clients, seed)
 
     code = run_session(run, name="soak", layers=12, tp=2, memory_mib=KV_MIB, logs=logs)

@@ -19,7 +19,7 @@ from benchmarks.soak.traffic import Outcome, Question, Traffic, make_prompts
 from kvpp_connectors.demo.comparison import run_plain
 from kvpp_connectors.demo.report import Row, table
 from kvpp_connectors.demo.servers import Fleet, fleet, is_healthy
-from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.demo.settings import DemoSettings
 from kvpp_connectors.demo.workload import read_counters, read_pool_bytes, wait_idle, warm_up
 
 __all__ = ["KV_MIB", "soak"]
@@ -59,7 +59,7 @@ PLAN = (
 )
 
 
-def soak(settings: Settings, minutes: float, clients: int, seed: int) -> list[Row]:
+def soak(settings: DemoSettings, minutes: float, clients: int, seed: int) -> list[Row]:
     """Ask a plain engine first, then the deployment, for that long and to the end of a round.
 
     Prints a table and each request that was served badly; the rows of the table.
@@ -94,7 +94,7 @@ class Soak:
     """What was asked, done and found."""
 
     def __init__(
-        self, settings: Settings, servers: Fleet, questions: Sequence[Question], seed: int
+        self, settings: DemoSettings, servers: Fleet, questions: Sequence[Question], seed: int
     ) -> None:
         self._settings, self._servers = settings, servers
         self.traffic = Traffic(servers.proxy, questions, seed, BOUND_S)

@@ -25,7 +25,7 @@ MOST = 16_384  # ranks, stages, tokens per block: a larger number is a slip
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The options, already parsed; sizes in bytes."""
+    """The options, parsed. Sizes in bytes."""
 
     shape: ModelShape
     tp: int
@@ -45,7 +45,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Capacity of one PP stage, and what its bytes per block are made of."""
+    """Capacity of one PP stage, and the parts of its bytes per block."""
 
     capacity: StageCapacity
     draft_bytes: int  # bytes per block of the draft layers, the same on every rank
@@ -74,17 +74,17 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer: capacity of the deployment, and what was asked."""
+    """Capacity of the deployment and of its stages, for one request."""
 
     request: PlanRequest
-    main_cache: str  # layout, resolved where the request says auto
+    main_cache: str  # name of a layout; the request may say auto
     indexer_cache: str
     stages: tuple[StagePlan, ...]
     capacity: DeploymentCapacity
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the operator should know before trusting or using the figures."""
+        """Reasons not to trust the figures, or not to use KVPP."""
         found = []
         shape, ratio = self.request.shape, self.capacity.ratio
         if ratio <= 1:
@@ -223,7 +223,7 @@ def naming_option(option: str, value: object) -> Iterator[None]:
 
 
 def span(layers: Sequence[int]) -> str:
-    """The contiguous layers in words: ``layers 0-9``, ``layer 4`` or ``no layers``."""
+    """Contiguous layers as text: ``layers 0-9``, ``layer 4`` or ``no layers``."""
     if len(layers) > 1:
         return f"layers {layers[0]}-{layers[-1]}"
     return f"layer {layers[0]}" if layers else "no layers"

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvpp_connectors.demo.report import Row
-    from kvpp_connectors.demo.settings import Settings
+    from kvpp_connectors.demo.settings import DemoSettings
 
 __all__ = ["Layerwise", "Logs", "demo"]
 
@@ -24,8 +24,8 @@ Logs = Annotated[
 ]
 
 
-class Part(StrEnum):
-    """What of the demo is run."""
+class DemoPart(StrEnum):
+    """Which half of the demo runs."""
 
     ALL = "all"
     ENGINES = "engines"
@@ -34,9 +34,9 @@ class Part(StrEnum):
 
 def demo(
     part: Annotated[
-        Part,
+        DemoPart,
         typer.Option(help="engines: KVPP off and on. servers: pool, prefill, decode, proxy."),
-    ] = Part.ALL,
+    ] = DemoPart.ALL,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the tiny model.")] = 12,
     tp: Annotated[int, typer.Option(min=2, help="Tensor-parallel size of KVPP engines.")] = 2,
     memory_mib: Annotated[int, typer.Option(min=8, help="KV memory per rank, in MiB.")] = 96,
@@ -55,25 +55,25 @@ def demo(
     """
     from kvpp_connectors.demo.session import run_session
 
-    def run(settings: Settings) -> list[Row]:
+    def run(settings: DemoSettings) -> list[Row]:
         return _run(replace(settings, layerwise=layerwise), part)
 
     code = run_session(run, name="demo", layers=layers, tp=tp, memory_mib=memory_mib, logs=logs)
     raise typer.Exit(code)
 
 
-def _run(settings: Settings, part: Part) -> list[Row]:
-    """Run the chosen part, print its tables, and return their rows."""
+def _run(settings: DemoSettings, part: DemoPart) -> list[Row]:
+    """Run one part or both, print their tables, and return the rows."""
     from kvpp_connectors.demo.comparison import compare, run_plain
     from kvpp_connectors.demo.deployment import deploy
     from kvpp_connectors.demo.report import table
 
     off = run_plain(settings, settings.prompts())
     rows: list[Row] = []
-    if part is not Part.SERVERS:
+    if part is not DemoPart.SERVERS:
         rows += (compared := compare(settings, off).rows())
         settings.console.print(table(("KVPP off", "KVPP on"), compared))
-    if part is not Part.ENGINES:
+    if part is not DemoPart.ENGINES:
         rows += (served := deploy(settings, off).rows())
         settings.console.print(table(("wave 1", "wave 2, prefill restarted"), served))
     return rows

@@ -1,4 +1,4 @@
-"""`kvpp doctor`: is this machine ready, and what would be used on it?"""
+"""`kvpp doctor`: whether this machine is ready for KVPP, and what KVPP would use on it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Finding", "doctor", "examine", "examine_peer"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. ``ok`` is None where there is nothing to judge."""
+    """One line of the report; ``ok`` is None where nothing can be wrong."""
 
     what: str
     found: str
@@ -58,7 +58,7 @@ def doctor(
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order in which they depend on each other."""
+    """All findings about this machine; each line depends on those above it."""
     yield Finding("Python", platform.python_version(), True)
     yield from _packages()
     yield from _libraries()
@@ -67,7 +67,7 @@ def examine() -> Iterator[Finding]:
 
 
 def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
-    """Shake hands with a prefill worker."""
+    """What a prefill worker publishes in its handshake."""
     from kvpp_connectors.p2p.options import P2pOptions, read_key
     from kvpp_connectors.p2p.outside import describe
     from kvpp_core.errors import KvppError
@@ -169,7 +169,7 @@ def _vllm() -> Iterator[Finding]:
 
 
 def _adapter(kind: str) -> Iterator[Finding]:
-    """KVPP's adapter to the installed vLLM, and what it hooks there."""
+    """KVPP's adapter to the installed vLLM: platform, worker class, hooks."""
     from kvpp_connectors.engine.configure import installed_workers
     from kvpp_connectors.vllm_api.hooks import (
         MADE_FOR,
@@ -211,7 +211,7 @@ def _adapter(kind: str) -> Iterator[Finding]:
 
 
 def _connectors() -> Iterator[Finding]:
-    """Each connector's class, as this vLLM loads it; other plug-ins may have taken its name."""
+    """Each connector's class in this vLLM; another plug-in may have registered its name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.plugins import load_general_plugins
 
@@ -247,9 +247,9 @@ def _cpu() -> Iterator[Finding]:
 
 
 def _check_rotary(op: str, max_position: int) -> str | None:
-    """The self-check on a rotary embedding as DeepSeek models make it.
+    """The CPU profile's check of a rotary embedding like DeepSeek's; what is wrong, or None.
 
-    vLLM keeps one embedding per set of parameters, so each op needs a ``max_position`` of its own.
+    vLLM caches embeddings by their parameters, so each op needs its own ``max_position``.
     """
     import torch
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config

@@ -1,4 +1,4 @@
-"""matplotlib, which is an extra: a figure to draw on without a display, and its PNG file."""
+"""Figures of matplotlib (an extra) without a display, and their PNG files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CannotDraw(KvppError):
 
 
 def blank_figure(option: str, width: float, height: float) -> Any:
-    """A figure of so many inches; ``option`` is what the user asked for it with.
+    """An empty figure, ``width`` x ``height`` inches; errors name ``option``, which asked for it.
 
     Raises:
         CannotDraw: matplotlib is not installed.
@@ -36,7 +36,7 @@ def blank_figure(option: str, width: float, height: float) -> Any:
 
 
 def save_png(option: str, figure: Any, path: Path) -> None:
-    """Write the figure; an existing file is replaced.
+    """Write the figure, replacing an existing file; errors name ``option``.
 
     Raises:
         CannotDraw: the file cannot be written.

@@ -21,7 +21,7 @@ class RanksFailed(Exception):
 
 
 def run_ranks(ranks: int, function: Callable[..., object], *arguments: object) -> Any:
-    """Call ``function(group, *arguments)`` on every rank; what rank 0 returned, through JSON.
+    """Call ``function(group, *arguments)`` on every rank; rank 0's result, through JSON.
 
     Raises:
         RanksFailed: a rank failed.
@@ -38,7 +38,7 @@ def run_ranks(ranks: int, function: Callable[..., object], *arguments: object) -
 
 
 def broadcast_costs(group: KvppGroup) -> str:
-    """What a broadcast costs in the group, in words."""
+    """Costs of a broadcast in the group, as text."""
     from kvpp_core.calibration import measure_costs
     from kvpp_core.device import CpuDevice
 

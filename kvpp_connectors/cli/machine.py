@@ -1,4 +1,4 @@
-"""What a benchmark ran on: hardware, versions, commit."""
+"""This machine: hardware, versions, and the commit of the checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts that do not change during a run."""
+    """Hardware and versions, as benchmarks record them."""
 
     cpu: str  # model
     cores: int  # that this process may use
@@ -39,7 +39,7 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    """This machine."""
+    """Read the facts of this machine."""
     from kvpp_connectors.vllm_api.hooks import vllm_version
 
     return Machine(
@@ -55,7 +55,7 @@ def read_machine() -> Machine:
 
 
 def read_commit() -> str | None:
-    """The commit of the checkout that this package lies in, if it does; with a mark if changed."""
+    """The commit of the checkout that holds this package, marked if changed; None: installed."""
     folder = Path(kvpp_connectors.__file__).parents[1]
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or Path(top) != folder.resolve():
@@ -72,7 +72,7 @@ def mooncakes() -> list[str]:
 
 
 def version_of(distribution: str) -> str | None:
-    """The version of an installed distribution."""
+    """The version of a distribution, None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -87,7 +87,7 @@ def _cpu_model() -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says of ``folder``; None where there is no git, or no checkout."""
+    """Output of a git command in ``folder``; None without git or outside a checkout."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=False)

@@ -1,7 +1,7 @@
-"""What an MLA/SFA model keeps in its KV cache, read from its Hugging Face config.json.
+"""The KV cache of an MLA/SFA model, from its Hugging Face config.json.
 
-`kvpp plan` uses this where no engine runs: neither torch nor vllm is imported. Inside an engine
-the bundles come from the engine's own cache specs instead (section 2.2 of the specification).
+For `kvpp plan`, which imports neither torch nor vLLM. An engine takes the bundles from its own KV
+cache specs instead (section 2.2 of the specification).
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class ModelConfigError(KvppError):
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How one token of one cache is stored. All figures are bytes."""
+    """Bytes of one token in one cache."""
 
     element: int  # per element of the latent, or of the indexer key
     rope: int = 0  # per element of the rotary part (main cache only)
     scale: int = 0  # per tile of 128 elements
-    scale_apart: bool = False  # the scales are a component of their own
-    sparse_only: bool = False  # exists for sparse attention (SFA/DSA) alone
+    scale_apart: bool = False  # the scales are a component of their own, not packed
+    sparse_only: bool = False  # for sparse attention (SFA/DSA) only
 
     def data_bytes(self, elements: int, rope: int = 0) -> int:
         """Bytes per token of the data component: latent or key, rotary part, packed scales."""
@@ -68,7 +68,7 @@ class CacheLayout:
         return self.scale * (elements // _TILE)
 
 
-# Facts of the engines: vLLM 0.32 (MLA backends, DeepseekV32IndexerCache) and vllm-ascend's specs.
+# As in vLLM 0.32 (MLA backends, DeepseekV32IndexerCache) and vllm-ascend's specs.
 MAIN_LAYOUTS: Mapping[str, CacheLayout] = MappingProxyType(
     {
         "bf16": CacheLayout(element=2, rope=2),
@@ -107,11 +107,11 @@ _FULL_ATTENTION = (
 
 
 class _HfConfig(BaseModel):
-    """The fields of config.json that decide the KV cache. A null field counts as absent."""
+    """The fields of config.json that shape the KV cache. A null field counts as absent."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
-    # Fields of models that mix attention with other layers, or several caches per layer.
+    # Fields of hybrid models: attention mixed with other layers, or several caches per layer.
     HYBRID_FIELDS: ClassVar[tuple[str, ...]] = (
         "linear_attn_config",
         "layer_group_size",
@@ -138,7 +138,7 @@ class _HfConfig(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
     def has_indexer(self, layer: int) -> bool:
-        """vLLM's rule for a target layer: one that shares another's top-k has no indexer."""
+        """vLLM's rule for target layers: one that shares another layer's top-k has no indexer."""
         if self.index_topk_pattern is None:
             return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
         return self.index_topk_pattern[layer : layer + 1] != "S"
@@ -146,7 +146,7 @@ class _HfConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The KV cache of a model: which layers there are, and what each keeps per token."""
+    """Layers of a model, and what each of them keeps per token."""
 
     path: Path  # the config.json
     name: str  # model_type, or the architecture
@@ -156,11 +156,11 @@ class ModelShape:
     index_head_dim: int  # elements per token and layer with an indexer; 0: not a sparse model
     indexer_layers: frozenset[int]  # target layers that have an indexer cache
     mtp_layers: int  # num_nextn_predict_layers of the checkpoint
-    dtype: str | None  # as config.json gives it
+    dtype: str | None  # as in config.json
 
     @property
     def sparse(self) -> bool:
-        """Whether the model uses sparse attention, so that layers may have an indexer."""
+        """Whether the model uses sparse attention: layers may have an indexer."""
         return self.index_head_dim > 0
 
     def main_layout(self, name: str) -> str:
@@ -260,9 +260,9 @@ class ModelShape:
 
 
 def read_model_shape(path: Path) -> ModelShape:
-    """Read the KV cache of a model from ``path``, a config.json or the folder that holds one.
+    """Read a model's shape from ``path``, a config.json or the folder that holds one.
 
-    A nested ``text_config`` (Kimi-K2.5 and other multimodal models) goes before the top level.
+    Fields of a nested ``text_config`` (multimodal models such as Kimi-K2.5) override the top level.
 
     Raises:
         ModelConfigError: no such file, not JSON, a field is missing or wrong, or the model is not
@@ -270,11 +270,11 @@ def read_model_shape(path: Path) -> ModelShape:
     """
     file = _config_file(path)
     fields = _flatten(_read_json(file))
-    _refuse_other_models(file, fields)
+    _check_supported(file, fields)
     try:
         config = _HfConfig.model_validate(fields)
     except ValidationError as error:
-        raise ModelConfigError(_in_words(file, error)) from None
+        raise ModelConfigError(_first_error(file, error)) from None
     if config.index_topk is not None and config.index_head_dim is None:
         raise ModelConfigError(
             f"{file} has index_topk but no index_head_dim; expected both for a sparse model"
@@ -297,8 +297,7 @@ def read_model_shape(path: Path) -> ModelShape:
 def default_layer_split(layers: int, stages: int) -> tuple[int, ...]:
     """Layers per PP stage as vLLM 0.32 splits them (vllm.distributed.utils.get_pp_indices).
 
-    Every stage gets its share; the stages just before the last one take one more layer each
-    until the remainder is used up.
+    The remainder goes to the stages just before the last one, a layer each.
     """
     share, remainder = divmod(layers, stages)
     return tuple(share + (1 <= stages - 1 - stage <= remainder) for stage in range(stages))
@@ -307,7 +306,7 @@ def default_layer_split(layers: int, stages: int) -> tuple[int, ...]:
 def _config_file(path: Path) -> Path:
     try:
         return path / _CONFIG_NAME if path.is_dir() else path
-    except OSError:  # a folder on the way is closed to us: reading says so in words
+    except OSError:  # no access to a parent folder: reading reports it
         return path
 
 
@@ -323,7 +322,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ModelConfigError(
             f"{file} cannot be read ({error.strerror}); expected a readable config.json"
         ) from None
-    except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, absurd nesting
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
         raise ModelConfigError(
             f"{file} is not valid JSON ({error}); expected the config.json of a model"
         ) from None
@@ -335,14 +334,14 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _flatten(data: dict[str, Any]) -> dict[str, Any]:
-    """The top level with the non-null fields of ``text_config`` over it."""
+    """The top level, overridden by the non-null fields of ``text_config``."""
     text = data.get("text_config")
     if not isinstance(text, dict):
         return data
     return data | {key: value for key, value in text.items() if value is not None}
 
 
-def _refuse_other_models(file: Path, fields: Mapping[str, Any]) -> None:
+def _check_supported(file: Path, fields: Mapping[str, Any]) -> None:
     name = fields.get("model_type") or fields.get("architectures") or "no model_type"
     if fields.get("kv_lora_rank") is None:
         raise ModelConfigError(
@@ -361,8 +360,8 @@ def _refuse_other_models(file: Path, fields: Mapping[str, Any]) -> None:
         )
 
 
-def _in_words(file: Path, error: ValidationError) -> str:
-    """One sentence about the first wrong field."""
+def _first_error(file: Path, error: ValidationError) -> str:
+    """A sentence about the first wrong field."""
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

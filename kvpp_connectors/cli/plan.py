@@ -50,7 +50,7 @@ _UNITS = {
 _POLICIES = [policy.value for policy in OwnershipPolicy]
 _SCRATCH = [policy.value for policy in ScratchPolicy]
 _BAD_OPTION = 2  # exit code
-_INT = "INTEGER"  # parsed here, so that a wrong one gets the same kind of sentence as the others
+_INT = "INTEGER"  # parsed here, so that all options have the same kind of error
 _MIN_WIDTH = 100  # columns: enough for the table where the output is not a terminal
 
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: bytes per block of every rank, one panel per PP stage, as a PNG."""
+"""The picture of a plan: bytes per block of every rank, a panel per PP stage, as a PNG file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["save_plot"]
 
 _PANELS_PER_ROW = 2
 _PANEL_WIDTH = 7.2  # inches
-_MOST_INCHES = 240  # of height: matplotlib draws at most 2**16 pixels, and nobody reads that
+_MOST_INCHES = 240  # of height: matplotlib draws at most 2**16 pixels
 _LETTER = 0.0125  # width of a letter at a bar, as a part of the axis
-# Told apart by colour-blind readers and in print.
+# Distinct in print and for colour-blind readers.
 _COLOURS = {
     "all layers (KVPP off)": "#b8c0cc",
     "owned layers": "#2f6db5",
@@ -62,7 +62,7 @@ def save_plot(plan: Plan, path: Path) -> None:
 def _draw_stage(panel: Any, stage: StagePlan, unit: str, scale: int) -> float:
     """Horizontal bars: KVPP off on top, then every rank of the stage's group.
 
-    Returns the end of the axis that leaves room for the words behind the bars.
+    Returns the end of the x axis that leaves room for the labels behind the bars.
     """
     figures = stage.capacity
     off = figures.bytes_per_block_off
@@ -106,7 +106,7 @@ def _draw_bar(panel: Any, row: int, parts: dict[str, int], scale: int) -> None:
 
 
 def _label_bar(panel: Any, row: int, end: float, words: str, *, binds: bool = False) -> float:
-    """Words behind a bar. Returns the axis length that they need."""
+    """Label a bar at its end. Returns the end of the x axis that the label needs."""
     words += "  (binds)" if binds else ""
     panel.annotate(
         words,

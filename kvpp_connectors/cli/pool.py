@@ -1,4 +1,4 @@
-"""`kvpp pool`: start a Mooncake pool on this host, look into one, and clear a namespace of it."""
+"""`kvpp pool`: start a Mooncake pool on this host, inspect one, clear a namespace."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 __all__ = ["pool"]
 
-pool = typer.Typer(help="The Mooncake pool of AscendStoreConnector: start one, look into it.")
+pool = typer.Typer(help="The Mooncake pool of AscendStoreConnector: start or inspect one.")
 
 _FAILED, _BAD_OPTION = 1, 2  # exit codes
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "*")
-_LEASES_S, _PROBE_S = 30.0, 0.5  # the master's leases are 10 s where nobody set another length
+_LEASES_S, _PROBE_S = 30.0, 0.5  # the master's leases last 10 s by default
 
 Master = Annotated[
     str,
@@ -49,7 +49,7 @@ def up(
 ) -> None:
     """Start mooncake_master, and a store that lends memory, and print how engines join.
 
-    Ends on Ctrl-C or SIGTERM, with both and all that they keep. Mooncake knows no authentication,
+    Ctrl-C or SIGTERM ends both; all objects are lost. Mooncake knows no authentication,
     and the store's data port listens on all interfaces: use a private network.
     Exit code 1: a process did not start, or ended; 2: an option is wrong.
     """
@@ -59,33 +59,33 @@ def up(
     from kvpp_connectors.mooncake_admin.servers import MasterAddress
 
     if host in _EVERY_INTERFACE:
-        _refuse(f"--host {host!r} means every interface; give one address of this host")
+        _reject_option(f"--host {host!r} means every interface; give one address of this host")
     master = MasterAddress(host, port, http_port)
-    asked = LocalPool(master, _memory(memory), tuple(master_options or ()))
-    with _explained():
-        asyncio.run(serve(asked, lambda: _announce(asked)))
+    started = LocalPool(master, _memory(memory), tuple(master_options or ()))
+    with _errors_as_text():
+        asyncio.run(serve(started, lambda: _announce(started)))
 
 
 @pool.command()
 def status(
     master: Master = _MASTER, http_port: HttpPort = _HTTP_PORT, as_json: AsJson = False
 ) -> None:
-    """Show capacity, use, hits and evictions, and what each namespace keeps.
+    """Show capacity, use, hits and evictions, and the objects of each namespace.
 
-    Asks over HTTP; no object's lease is prolonged by it. Exit code 1: no answer.
+    Reads over HTTP; renews no object's lease. Exit code 1: no answer.
     """
     import msgspec
 
     from kvpp_connectors.mooncake_admin.master_http import status_of
 
-    with _explained():
+    with _errors_as_text():
         found = status_of(_http(master, http_port))
-    typer.echo(msgspec.json.encode(found).decode() if as_json else "\n".join(_words(found)))
+    typer.echo(msgspec.json.encode(found).decode() if as_json else "\n".join(_status_lines(found)))
 
 
 @pool.command()
 def ls(
-    namespace: Annotated[str | None, typer.Argument(help="This one alone.")] = None,
+    namespace: Annotated[str | None, typer.Argument(help="Only this one.")] = None,
     master: Master = _MASTER,
     http_port: HttpPort = _HTTP_PORT,
     limit: Annotated[int, typer.Option(min=0, help="Objects a namespace; 0: all.")] = 20,
@@ -98,7 +98,7 @@ def ls(
     """
     from kvpp_connectors.mooncake_admin.master_http import by_namespace
 
-    with _explained():
+    with _errors_as_text():
         http = _http(master, http_port)
         found = by_namespace(http.keys())
         if namespace is not None:
@@ -147,13 +147,13 @@ def clear(
 ) -> None:
     """Remove one namespace's objects, and nothing else.
 
-    What an engine has just found or saved has a lease (10 s by default) and is waited for: taking
-    it away could give a reader the bytes of what comes after.
+    Waits for the leases (10 s by default) of objects that an engine has just found or saved: a
+    reader of a removed object could get the bytes of its successor.
     Exit code 1: no answer, no such namespace, or objects are left; 2: not confirmed.
     """
     from kvpp_connectors.mooncake_admin.master_http import by_namespace, count
 
-    with _explained():
+    with _errors_as_text():
         http = _http(master, http_port)
         found = by_namespace(http.keys())
         _check_known(namespace, list(found))
@@ -173,7 +173,7 @@ def clear(
 
 
 def _clear(http: MasterHttp, namespace: str) -> int:
-    """Remove a namespace as its leases end; how many objects are left."""
+    """Remove a namespace's objects as their leases end; the number that is left."""
     from kvpp_connectors.connector.host import address_towards
     from kvpp_connectors.pool.store.mooncake import MooncakeBackend
     from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
@@ -182,7 +182,7 @@ def _clear(http: MasterHttp, namespace: str) -> int:
     host = address_towards(http.master.host, http.master.port)
     backend = MooncakeBackend(settings, host, "tcp", segment_bytes=0)
     ends = time.monotonic() + _LEASES_S
-    prefix = f"{namespace}@"  # "kvpp1@...@replicated" begins other namespaces' names, too
+    prefix = f"{namespace}@"  # other namespaces may begin with "kvpp1@...@replicated"
     try:
         backend.connect()
         while True:
@@ -197,6 +197,7 @@ def _clear(http: MasterHttp, namespace: str) -> int:
 
 
 def _check_known(namespace: str, known: list[str]) -> None:
+    """Raise KvppError if no object has this namespace."""
     from kvpp_core.errors import KvppError
 
     if namespace not in known:
@@ -204,19 +205,19 @@ def _check_known(namespace: str, known: list[str]) -> None:
         raise KvppError(f"no objects under {namespace!r}. Namespaces with objects:{there}")
 
 
-def _announce(asked: LocalPool) -> None:
-    config = shlex.quote(json.dumps(asked.transfer_config()))
-    lent = f"a store lends {_size(asked.memory)}" if asked.memory else "nobody lends memory yet"
+def _announce(pool: LocalPool) -> None:
+    config = shlex.quote(json.dumps(pool.transfer_config()))
+    lent = f"a store lends {_size(pool.memory)}" if pool.memory else "nobody lends memory yet"
     typer.echo(
-        f"The pool is up at {asked.master} (HTTP on port {asked.master.http_port}); {lent}. "
+        f"The pool is up at {pool.master} (HTTP on port {pool.master.http_port}); {lent}. "
         f"Engines join it with\n\n--kv-transfer-config {config}\n\n"
-        f"See into it: kvpp pool status --master {asked.master} "
-        f"--http-port {asked.master.http_port}. Ctrl-C ends it."
+        f"See into it: kvpp pool status --master {pool.master} "
+        f"--http-port {pool.master.http_port}. Ctrl-C ends it."
     )
 
 
-def _words(found: Status) -> Iterator[str]:
-    """`kvpp pool status` for a person."""
+def _status_lines(found: Status) -> Iterator[str]:
+    """`kvpp pool status` as text."""
     used, capacity = found.used_bytes, found.capacity_bytes
     share = f" ({used / capacity:.0%})" if used is not None and capacity else ""
     yield f"master    {found.master}, {found.state}"
@@ -245,7 +246,7 @@ def _address(master: str, http_port: int) -> MasterAddress:
 
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
-        _refuse(f"--master {master!r} is not HOST:PORT")
+        _reject_option(f"--master {master!r} is not HOST:PORT")
     return MasterAddress(host, int(port), http_port)
 
 
@@ -254,18 +255,18 @@ def _memory(text: str) -> int:
 
     size = read_bytes(text)
     if size is None or 0 < size < LEAST_SEGMENT:
-        _refuse(f"--memory {text!r}: expected 0, or 16MB and more, such as 512MB or 4GB")
+        _reject_option(f"--memory {text!r}: expected 0, or 16MB and more, such as 512MB or 4GB")
     return size
 
 
-def _refuse(words: str) -> NoReturn:
-    typer.echo(words, err=True)
+def _reject_option(message: str) -> NoReturn:
+    typer.echo(message, err=True)
     raise typer.Exit(_BAD_OPTION)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What does not work in words, without a traceback."""
+def _errors_as_text() -> Iterator[None]:
+    """Print a KvppError without a traceback; exit code 1."""
     from kvpp_core.errors import KvppError
 
     try:

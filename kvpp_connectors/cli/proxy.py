@@ -46,7 +46,7 @@ def proxy(
     """Serve the OpenAI API from separate prefill and decode engines.
 
     Works with MooncakeConnectorV2 and every connector whose prefill answers with
-    kv_transfer_params that decode takes back (NIXL, vllm-ascend). Ends on SIGTERM or Ctrl-C after
+    kv_transfer_params for decode (NIXL, vllm-ascend). Ends on SIGTERM or Ctrl-C after
     the running requests. Exit code 1: cannot listen; 2: an option is wrong.
     """
     from kvpp_connectors.p2p.options import P2pOptions, read_key
@@ -85,6 +85,6 @@ def proxy(
 
 
 def _allow_many_connections() -> None:
-    """Each request takes two sockets; shells often allow 1024 files."""
+    """Raise the limit of open files: a request takes two sockets, and shells often allow 1024."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

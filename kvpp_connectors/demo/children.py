@@ -1,4 +1,4 @@
-"""Child processes of the demo: in sessions of their own, logged, and always stopped."""
+"""Child processes of the demo: each in a session of its own, with a log, always stopped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GRACE_S = 10  # for a child to end after SIGTERM
 
 
 class ChildFailed(Exception):
-    """A child ended badly. The message holds the end of its log and the log's path."""
+    """A child failed. The message holds the end of its log and the log's path."""
 
 
 def run_module(
@@ -36,7 +36,7 @@ def run_module(
 ) -> None:
     """Run ``python -m module`` to its end, showing its last progress line.
 
-    Lines that start with ``step`` are progress; everything is kept in ``log``.
+    Lines that start with ``step`` are progress; all output goes to ``log``.
 
     Raises:
         ChildFailed: the child's exit code was not 0.
@@ -51,8 +51,8 @@ def run_module(
         start_new_session=True,
     )
     assert child.stdout is not None
-    try:  # from here on: a Ctrl-C while the thread below starts must end the child, too
-        threading.Thread(target=_stop_when_over, args=(child,), daemon=True).start()
+    try:  # a Ctrl-C while the thread below starts ends the child, too
+        threading.Thread(target=_stop_descendants, args=(child,), daemon=True).start()
         with log.open("w") as file, console.status(f"{title}: starting") as status:
             for line in child.stdout:
                 file.write(line)
@@ -67,7 +67,7 @@ def run_module(
 
 
 class Server:
-    """A child that serves until it is stopped; a context manager."""
+    """A child that serves until it is stopped; a context manager that stops it."""
 
     def __init__(
         self, command: Sequence[str], *, title: str, log: Path, environment: Mapping[str, str]
@@ -88,26 +88,26 @@ class Server:
             raise self.failure(f"ended with exit code {code}")
 
     def failure(self, what: str) -> ChildFailed:
-        """An error about this server, with the end of its log."""
+        """The error ``what`` about this server, with the end of its log."""
         lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
         tail = [line[:_WIDTH] for line in lines]  # vLLM logs its whole configuration in one line
         return ChildFailed("\n".join([f"{self._title}: {what}. The end of {self._log}:", *tail]))
 
     def stop(self) -> None:
-        """End the server and whatever it started."""
+        """SIGTERM the server and its descendants; SIGKILL after a grace period."""
         _stop(self._child)
 
     def kill(self) -> None:
-        """End them at once: none of them can say goodbye."""
+        """SIGKILL the server and its descendants."""
         self.signal(signal.SIGKILL)
         self._child.wait()
 
     def signal(self, sign: signal.Signals) -> None:
-        """Send a signal to the server and whatever it started."""
+        """Send a signal to the server and its descendants."""
         os.killpg(self._child.pid, sign)
 
     def processes(self) -> list[psutil.Process]:
-        """The server and whatever it started."""
+        """The server and its descendants."""
         own = psutil.Process(self._child.pid)
         return [own, *own.children(recursive=True)]
 
@@ -118,14 +118,14 @@ class Server:
         self.stop()
 
 
-def _stop_when_over(child: subprocess.Popen[str]) -> None:
-    """Once the child has ended, end what it left behind: that would hold its output open."""
+def _stop_descendants(child: subprocess.Popen[str]) -> None:
+    """Once the child has ended, stop its descendants: they would hold its output open."""
     child.wait()
     _stop(child)
 
 
 def _stop(child: subprocess.Popen[Any]) -> None:
-    """End the child and whatever it started: workers share its session."""
+    """Stop the child and its descendants: they share its session."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, sign)

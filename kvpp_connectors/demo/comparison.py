@@ -1,4 +1,4 @@
-"""KVPP off and on in real engines, and transformers' opinion: the first table of the demo."""
+"""KVPP off and on in real engines, beside transformers: the first table of the demo."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpp_connectors.demo.children import run_module
-from kvpp_connectors.demo.engine import Job, Result, Wave
+from kvpp_connectors.demo.engine import EngineResult, Job, Wave
 from kvpp_connectors.demo.oracle import OracleResult, Questions
 from kvpp_connectors.demo.report import Row
-from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.demo.settings import DemoSettings
 
 __all__ = ["Comparison", "compare", "run_plain"]
 
-_LOGPROB_BOUND = 1e-3  # distance to transformers, float32
+_LOGPROB_BOUND = 1e-3  # largest difference to transformers' logprobs, float32
 _BROADCASTS = ("full", "runs", "packed")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both engines and the oracle's answers."""
+    """Results of both engines, and the oracle's logprobs of KVPP off's answers."""
 
-    memory: int
-    off: Result
-    on: Result
+    memory: int  # bytes of KV memory per rank
+    off: EngineResult
+    on: EngineResult
     oracle: list[list[float]]
 
     def rows(self) -> list[Row]:
-        """What the table says: columns KVPP off and KVPP on."""
+        """The table: columns KVPP off and KVPP on."""
         return [*_capacity_rows(self), *_answer_rows(self), *_traffic_rows(self)]
 
 
-def run_plain(settings: Settings, prompts: list[list[int]]) -> Result:
-    """The engine without KVPP.
+def run_plain(settings: DemoSettings, prompts: list[list[int]]) -> EngineResult:
+    """Run the engine without KVPP.
 
     Raises:
-        ChildFailed: it ended badly.
+        ChildFailed: it failed.
     """
     return _run_engine(settings, "off", _plain_job(settings, prompts))
 
 
-def compare(settings: Settings, off: Result) -> Comparison:
-    """The engine with KVPP and the oracle, beside what ``off`` answered.
+def compare(settings: DemoSettings, off: EngineResult) -> Comparison:
+    """Run the engine with KVPP and the oracle, and compare them with ``off``.
 
     Raises:
-        ChildFailed: one of them ended badly.
+        ChildFailed: one of them failed.
     """
     job = _plain_job(settings, settings.prompts()).model_copy(
         update={"additional_config": {"enable_kvpp": True}, "broadcasts": list(_BROADCASTS)}
@@ -54,7 +54,7 @@ def compare(settings: Settings, off: Result) -> Comparison:
     return Comparison(settings.memory, off, on, _ask_oracle(settings, off.waves["first"]))
 
 
-def _plain_job(settings: Settings, prompts: list[list[int]]) -> Job:
+def _plain_job(settings: DemoSettings, prompts: list[list[int]]) -> Job:
     return Job(
         model=str(settings.model),
         additional_config={"kvpp": {"cpu_profile": True}},
@@ -67,7 +67,7 @@ def _plain_job(settings: Settings, prompts: list[list[int]]) -> Job:
     )
 
 
-def _run_engine(settings: Settings, name: str, job: Job) -> Result:
+def _run_engine(settings: DemoSettings, name: str, job: Job) -> EngineResult:
     source, target = (settings.folder / f"{name}-{end}.json" for end in ("job", "result"))
     source.write_text(job.model_dump_json())
     run_module(
@@ -79,10 +79,10 @@ def _run_engine(settings: Settings, name: str, job: Job) -> Result:
         console=settings.console,
     )
     settings.console.print(f"engine with KVPP {name}: done")
-    return Result.model_validate_json(target.read_text())
+    return EngineResult.model_validate_json(target.read_text())
 
 
-def _ask_oracle(settings: Settings, wave: Wave) -> list[list[float]]:
+def _ask_oracle(settings: DemoSettings, wave: Wave) -> list[list[float]]:
     source, target = (settings.folder / f"oracle-{end}.json" for end in ("questions", "result"))
     questions = Questions(prompts=settings.prompts(), answers=wave.tokens)
     source.write_text(questions.model_dump_json())

@@ -1,7 +1,7 @@
 """The whole deployment under a workload in two waves: the second table of the demo.
 
-Prefill is restarted in between, so that the second wave finds its prefixes in the pool and not in
-prefill's own cache.
+Prefill is restarted in between, so that the second wave hits the pool and not prefill's own prefix
+cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpp_connectors.demo.children import ChildFailed
-from kvpp_connectors.demo.engine import Result
+from kvpp_connectors.demo.engine import EngineResult
 from kvpp_connectors.demo.report import Row
 from kvpp_connectors.demo.servers import Fleet, fleet
-from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.demo.settings import DemoSettings
 from kvpp_connectors.demo.workload import (
     Answer,
     read_counters,
@@ -31,14 +31,14 @@ from kvpp_connectors.demo.workload import (
 
 __all__ = ["Deployment", "deploy"]
 
-_OWN_HITS = "vllm:prefix_cache_hits_total"
-_FOREIGN_HITS = "vllm:external_prefix_cache_hits_total"
+_LOCAL_HITS = "vllm:prefix_cache_hits_total"
+_EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 _TOTALS = re.compile(r"KVPP totals: (\{.*\})")
 
 
 @dataclass(frozen=True, slots=True)
 class ServedWave:
-    """What came through the proxy in one wave, and what the servers counted in it."""
+    """One wave: its answers through the proxy, and what the servers' counters added in it."""
 
     answers: list[Answer]
     prefill: Counter[str]
@@ -49,16 +49,16 @@ class ServedWave:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Both waves beside a plain engine's answers."""
+    """Both waves, and a plain engine's answers to the same prompts."""
 
     prompts: list[list[int]]
-    plain: Result
+    plain: EngineResult
     waves: tuple[ServedWave, ServedWave]
     capacity_blocks: int
     broadcast_bytes: list[int]  # by prefill server, first and second
 
     def rows(self) -> list[Row]:
-        """What the table says: one column a wave."""
+        """The table: a column per wave."""
         return [self._capacity(), *self._answers(), *self._hits(), *self._bytes(), *self._end()]
 
     def _capacity(self) -> Row:
@@ -85,10 +85,10 @@ class Deployment:
 
     def _hits(self) -> list[Row]:
         total = sum(map(len, self.prompts))
-        local = [wave.prefill[_OWN_HITS] for wave in self.waves]
-        pool = [wave.prefill[_FOREIGN_HITS] for wave in self.waves]
-        own = [wave.decode[_OWN_HITS] for wave in self.waves]
-        pulled = [wave.decode[_FOREIGN_HITS] for wave in self.waves]
+        local = [wave.prefill[_LOCAL_HITS] for wave in self.waves]
+        pool = [wave.prefill[_EXTERNAL_HITS] for wave in self.waves]
+        own = [wave.decode[_LOCAL_HITS] for wave in self.waves]
+        pulled = [wave.decode[_EXTERNAL_HITS] for wave in self.waves]
         return [
             Row(
                 f"prompt tokens of {total} that prefill had: own cache + pool",
@@ -127,7 +127,7 @@ class Deployment:
         ]
 
 
-def deploy(settings: Settings, plain: Result) -> Deployment:
+def deploy(settings: DemoSettings, plain: EngineResult) -> Deployment:
     """Send all prompts twice, with a restart of prefill in between.
 
     Raises:
@@ -148,8 +148,8 @@ def deploy(settings: Settings, plain: Result) -> Deployment:
     return Deployment(settings.prompts(), plain, (first, second), capacity, broadcast)
 
 
-async def _wave(servers: Fleet, settings: Settings, before: Counter[str]) -> ServedWave:
-    """Send all prompts; ``before`` is what decode had counted, prefill is new."""
+async def _wave(servers: Fleet, settings: DemoSettings, before: Counter[str]) -> ServedWave:
+    """Send all prompts. ``before``: decode's counters until now; prefill has just started."""
     answers = await send_wave(servers.proxy, settings.prompts(), settings.max_tokens)
     held = await wait_idle(servers.prefill), await wait_idle(servers.decode)
     decode = await read_counters(servers.decode)
@@ -159,15 +159,15 @@ async def _wave(servers: Fleet, settings: Settings, before: Counter[str]) -> Ser
 
 
 async def _capacity(url: str) -> int:
-    """Blocks that an engine serves with."""
+    """The engine's num_gpu_blocks."""
     for sample in await read_samples(url):
         if "num_gpu_blocks" in sample.labels:
             return int(sample.labels["num_gpu_blocks"])
-    raise ChildFailed(f"{url}/metrics does not tell the engine's blocks")
+    raise ChildFailed(f"{url}/metrics has no num_gpu_blocks")
 
 
 def _broadcast_bytes(log: Path) -> list[int]:
-    """What rank 0 of each prefill server, first and second, said at its end."""
+    """Bytes broadcast by the first and the second prefill server, from rank 0's last log line."""
     totals = [ast.literal_eval(found) for found in _TOTALS.findall(log.read_text())]
     per_server = totals[:: max(1, len(totals) // 2)]
     return [sum(total["bytes"].values()) for total in per_server[:2]]

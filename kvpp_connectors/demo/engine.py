@@ -1,4 +1,4 @@
-"""One engine of the demo, as a process of its own: reads a job, runs vLLM, writes a result.
+"""One engine of the demo in a process of its own: reads a job, runs vLLM, writes a result.
 
 python -m kvpp_connectors.demo.engine JOB.json RESULT.json
 """
@@ -16,11 +16,11 @@ from pydantic import BaseModel
 
 from kvpp_connectors.demo.prompts import greedy
 
-__all__ = ["Job", "Result", "Wave", "main", "start"]
+__all__ = ["EngineResult", "Job", "Wave", "main", "start"]
 
 
 class Job(BaseModel):
-    """What to run. Memory in bytes per rank, lengths in tokens."""
+    """The engine's options and prompts. Memory in bytes per rank, lengths in tokens."""
 
     model: str
     additional_config: dict[str, Any]
@@ -30,22 +30,22 @@ class Job(BaseModel):
     max_num_batched_tokens: int
     max_model_len: int
     max_tokens: int
-    broadcasts: list[str] = []  # a further wave for each of these, under KVPP
+    broadcasts: list[str] = []  # policies: one more wave for each, KVPP on
 
 
 class Wave(BaseModel):
-    """The answers of one pass over all prompts."""
+    """One pass over all prompts: answers, hits, times and counters."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]  # of the chosen tokens
     cached_tokens: int
     steps: int
     median_step_s: float
-    stats: dict[str, Any] | None  # counters that this wave added, None without KVPP
+    stats: dict[str, Any] | None  # what this wave added to the counters; None without KVPP
 
 
-class Result(BaseModel):
-    """What an engine did: capacity, and one entry per wave."""
+class EngineResult(BaseModel):
+    """Capacity and layouts of an engine, and its waves by name."""
 
     capacity_blocks: int
     block_size: int
@@ -59,8 +59,8 @@ def main() -> None:
     Path(sys.argv[2]).write_text(run(job).model_dump_json())
 
 
-def run(job: Job) -> Result:
-    """Start the engine, send the prompts in waves, and collect what came back."""
+def run(job: Job) -> EngineResult:
+    """Start the engine and send the prompts in waves."""
     llm = start(
         job.model,
         additional_config=job.additional_config,
@@ -77,7 +77,7 @@ def run(job: Job) -> Result:
         llm.collective_rpc("kvpp_set_broadcast", args=(broadcast,))
         waves[broadcast] = _wave(llm, job, with_kvpp)
     cache = llm.llm_engine.vllm_config.cache_config
-    return Result(
+    return EngineResult(
         capacity_blocks=cache.num_gpu_blocks,
         block_size=cache.block_size,
         layouts=llm.collective_rpc("kvpp_layout") if with_kvpp else [],
@@ -86,9 +86,9 @@ def run(job: Job) -> Result:
 
 
 def start(model: str, **options: Any) -> Any:
-    """A vLLM engine of the demo's model on the CPU, stepped by hand in this process."""
-    # The engine core in this process: steps then follow one another as we ask for them, and two
-    # engines with the same prompts get the same schedule.
+    """A vLLM engine of the demo's model on CPU, whose steps this process runs one by one."""
+    # With the engine core in this process the caller runs each step, so that two engines with the
+    # same prompts schedule alike.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 

@@ -1,8 +1,8 @@
 """A tiny DeepSeek-V2 checkpoint whose answers depend on its KV cache.
 
-Weights of a scale that keeps activations apart, and a sharp output layer: a single wrong byte in
-the cache changes greedy tokens, where dummy weights would hide it. vLLM and transformers load the
-same folder. vLLM's CPU MLA kernel takes a latent of 512 + 64 only, so these two are not small.
+The scale of its weights keeps activations apart and its output layer is sharp: one wrong byte in
+the cache changes greedy tokens, which dummy weights would hide. vLLM and transformers load the same
+folder. kv_lora_rank and qk_rope_head_dim are 512 and 64, which vLLM's CPU MLA kernel requires.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TinyModel:
             "num_key_value_heads": self.num_attention_heads,
             "q_lora_rank": None,
             "head_dim": self.qk_rope_head_dim,
-            "first_k_dense_replace": self.num_hidden_layers,  # every layer is dense
+            "first_k_dense_replace": self.num_hidden_layers,  # no MoE layer
             "n_routed_experts": 4,
             "n_shared_experts": 1,
             "num_experts_per_tok": 2,
@@ -92,7 +92,7 @@ def write_model(
 
 
 def _parameters(model: TinyModel) -> Iterator[tuple[str, tuple[int, ...], float]]:
-    """(name, shape, standard deviation) of every parameter; norms are one-dimensional ones."""
+    """(name, shape, standard deviation) of every parameter; one-dimensional ones are norms: 1.0."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     matrices = {

@@ -1,9 +1,8 @@
-"""The demo's oracle, as a process of its own: transformers' logits for what an engine answered.
+"""The demo's oracle in a process of its own: transformers' logprobs of an engine's answers.
 
     python -m kvpp_connectors.demo.oracle MODEL QUESTIONS.json RESULT.json
 
-Every answer is recomputed in one full forward of transformers' own model: no cache, no chunks,
-no KVPP.
+Each answer is one full forward pass of transformers' own model: no cache, no chunks, no KVPP.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ __all__ = ["OracleResult", "Questions", "main", "oracle_logprobs"]
 
 
 class Questions(BaseModel):
-    """Prompts and the tokens that an engine answered with."""
+    """Prompts and an engine's answers, as token ids."""
 
     prompts: list[list[int]]
     answers: list[list[int]]
 
 
 def oracle_logprobs(model: Path, questions: Questions) -> list[list[float]]:
-    """Log-probability of every answered token given all tokens before it."""
+    """Logprob of every token of the answers, by answer."""
     network = _load(model)
     logprobs = []
     for prompt, answer in zip(questions.prompts, questions.answers, strict=True):
@@ -40,7 +39,7 @@ def oracle_logprobs(model: Path, questions: Questions) -> list[list[float]]:
 
 
 def _load(model: Path) -> Any:
-    """The class that config.json names: vLLM changes what transformers' Auto classes choose."""
+    """Load with the class that config.json names: vLLM changes transformers' Auto classes."""
     import transformers
 
     kind = getattr(
@@ -51,7 +50,7 @@ def _load(model: Path) -> Any:
 
 
 class OracleResult(BaseModel):
-    """Log-probabilities, per answer and token."""
+    """Logprobs by answer and token."""
 
     logprobs: list[list[float]]
 

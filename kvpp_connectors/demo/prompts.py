@@ -1,4 +1,4 @@
-"""What the demo's engines are asked: random tokens, answered greedily."""
+"""Prompts of the demo's engines (random tokens) and how they are sampled (greedily)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ VOCABULARY = 512  # token ids of the demo's model
 
 
 def random_tokens(numbers: random.Random, count: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """The next ``count`` token ids; 0 and 1 begin and end a text."""
+    """The next ``count`` token ids, without 0 and 1: beginning and end of a text."""
     return [numbers.randrange(2, vocabulary) for _ in range(count)]
 
 
 def greedy(max_tokens: int, **more: Any) -> Any:
-    """vLLM's SamplingParams for an answer of just so many tokens, as ids."""
+    """vLLM's SamplingParams: greedy, exactly ``max_tokens`` tokens, no text."""
     from vllm import SamplingParams
 
     return SamplingParams(

@@ -1,4 +1,4 @@
-"""The demo's tables: a row for each figure, checked where it can be wrong."""
+"""The demo's tables: a row per figure, checked where it can be wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Row:
 
 
 def table(columns: tuple[str, ...], rows: list[Row]) -> Table:
-    """The rows under the columns, with a mark for each checked one."""
+    """A rich table of the rows, with a mark at each checked one."""
     result = Table("", *columns, "check")
     for row in rows:
         mark = {None: "", True: "[green]ok[/green]", False: "[red]WRONG[/red]"}[row.ok]

@@ -13,7 +13,7 @@ import aiohttp
 
 from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.demo.children import Server
-from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.demo.settings import DemoSettings
 from kvpp_connectors.mooncake_admin.servers import (
     STORE_ENVIRONMENT,
     MasterAddress,
@@ -32,7 +32,7 @@ _API_SERVER = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 class Fleet:
     """The running servers and their URLs."""
 
-    def __init__(self, settings: Settings, stack: ExitStack) -> None:
+    def __init__(self, settings: DemoSettings, stack: ExitStack) -> None:
         ports = stack.enter_context(reserved_ports(6, _HOST))
         rpc, http, store, prefill, decode, proxy = ports
         master = MasterAddress(_HOST, rpc, http)
@@ -85,7 +85,7 @@ class Fleet:
 
 
 @contextmanager
-def fleet(settings: Settings) -> Iterator[Fleet]:
+def fleet(settings: DemoSettings) -> Iterator[Fleet]:
     """Start everything; stop everything at the end.
 
     Raises:
@@ -132,7 +132,7 @@ def _proxy(port: int, prefill: int, decode: int) -> list[str]:
     ]
 
 
-def _prefill(settings: Settings, port: int, master: MasterAddress) -> list[str]:
+def _prefill(settings: DemoSettings, port: int, master: MasterAddress) -> list[str]:
     pool = {
         "mooncake": {
             "master_server_address": str(master),
@@ -166,7 +166,7 @@ def _prefill(settings: Settings, port: int, master: MasterAddress) -> list[str]:
     return [*_engine(settings, port, {"enable_kvpp": True}, transfer), ranks, memory]
 
 
-def _decode(settings: Settings, port: int) -> list[str]:
+def _decode(settings: DemoSettings, port: int) -> list[str]:
     transfer = {
         "kv_connector": "MooncakeConnectorV2",
         "kv_role": "kv_consumer",
@@ -180,7 +180,7 @@ def _decode(settings: Settings, port: int) -> list[str]:
 
 
 def _engine(
-    settings: Settings,
+    settings: DemoSettings,
     port: int,
     additional_config: Mapping[str, Any],
     transfer: Mapping[str, Any],

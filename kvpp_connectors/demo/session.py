@@ -1,4 +1,4 @@
-"""A run of the demo's parts: its folder and checkpoint, its end by a signal, and its verdict."""
+"""A run of the demo or the soak: its folder, its checkpoint, and its exit code."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.console import Console
 from kvpp_connectors.demo.children import ChildFailed
 from kvpp_connectors.demo.model import TinyModel, write_checkpoint
 from kvpp_connectors.demo.report import Row
-from kvpp_connectors.demo.settings import Settings
+from kvpp_connectors.demo.settings import DemoSettings
 
 __all__ = ["run_session"]
 
 
 def run_session(
-    run: Callable[[Settings], list[Row]],
+    run: Callable[[DemoSettings], list[Row]],
     *,
     name: str,
     layers: int,
@@ -29,9 +29,9 @@ def run_session(
     memory_mib: int,
     logs: Path | None,
 ) -> int:
-    """The exit code of ``run``: 1 if a row of its tables is wrong, or a child failed.
+    """Run ``run`` with its settings; the exit code: 1 if a row is wrong or a child failed.
 
-    ``logs`` or a new folder keeps logs and results; its path is printed.
+    Logs and results are kept in ``logs`` or a new folder, whose path is printed.
     """
     # A plain SIGTERM would end this process without stopping the engines, which have sessions of
     # their own.
@@ -42,7 +42,7 @@ def run_session(
     console.print(f"KVPP {name}: {layers} layers, TP {tp}, {memory_mib} MiB of KV memory per rank")
     started = time.monotonic()
     shape = TinyModel(num_hidden_layers=layers)
-    settings = Settings(folder, console, shape.vocab_size, tp, memory_mib << 20)
+    settings = DemoSettings(folder, console, shape.vocab_size, tp, memory_mib << 20)
     write_checkpoint(settings.model, shape)
     try:
         rows = run(settings)

@@ -1,4 +1,4 @@
-"""What a run of the demo is made of, the same for engines and servers."""
+"""Settings of a run of the demo, shared by its engines and servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvpp_connectors.demo.prompts import random_tokens
 
-__all__ = ["ENVIRONMENT", "Settings"]
+__all__ = ["ENVIRONMENT", "DemoSettings"]
 
 # Small models on few cores: one thread a rank, no warm-up.
 ENVIRONMENT = {
@@ -23,12 +23,13 @@ ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
 }
-_FAMILIES, _PER_FAMILY, _SHARED, _OWN = 2, 3, 96, 54  # prompts and their tokens
+_FAMILIES, _PER_FAMILY = 2, 3  # families of prompts, and prompts in each
+_SHARED, _OWN = 96, 54  # tokens that a family shares, and tokens of one prompt alone
 _MAX_TOKENS = 24  # of an answer
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoSettings:
     """Ranks, KV memory in bytes per rank, lengths in tokens, and where logs and results go."""
 
     folder: Path
@@ -40,9 +41,9 @@ class Settings:
     max_tokens: int = _MAX_TOKENS
     max_model_len: int = _SHARED + _OWN + _MAX_TOKENS + 1  # for `prompts` and their answers
     layerwise: bool = False  # the pool child saves and loads layer by layer
-    pool_mib: int = 512  # of a process that outlives the engines
-    decode_memory: int | None = None  # bytes, where it is not prefill's
-    decode_load_failures: str = "fail"  # nothing is computed in secret
+    pool_mib: int = 512  # memory that the pool's store lends
+    decode_memory: int | None = None  # bytes; None: as much as prefill
+    decode_load_failures: str = "fail"  # recomputing would hide a failed load
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)
 
     @property
@@ -51,10 +52,7 @@ class Settings:
         return self.folder / "model"
 
     def prompts(self) -> list[list[int]]:
-        """Families of prompts that share their first tokens; each longer than the token budget."""
-        numbers = random.Random(0)
-
-        tokens = partial(random_tokens, numbers, vocabulary=self.vocabulary)
-
+        """Families of prompts with a common prefix; each is longer than the token budget."""
+        tokens = partial(random_tokens, random.Random(0), vocabulary=self.vocabulary)
         families = [tokens(_SHARED) for _ in range(_FAMILIES)]
         return [shared + tokens(_OWN) for shared in families for _ in range(_PER_FAMILY)]

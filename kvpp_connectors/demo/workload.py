@@ -1,4 +1,4 @@
-"""The demo's clients: streamed completions sent together, and the servers' own counters."""
+"""The demo's clients: streamed completions sent together, and the servers' metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _ANSWER_S = 300.0  # for a whole answer on a busy machine
-_IDLE_S = 60.0  # for blocks to be given back
+_IDLE_S = 60.0  # for blocks to be freed
 _PROBE_S = 0.25
 _SHORT = 15  # tokens: less than a block
 _USAGE = "vllm:kv_cache_usage_perc"
@@ -35,7 +35,7 @@ _USAGE = "vllm:kv_cache_usage_perc"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request's tokens, and the seconds until the first of them."""
+    """Token ids of an answer, and the seconds until the first of them."""
 
     tokens: list[int]
     first_token_s: float
@@ -53,11 +53,11 @@ async def send_wave(url: str, prompts: Sequence[list[int]], max_tokens: int) -> 
 
 
 async def warm_up(url: str, most: int) -> None:
-    """Have an engine compute steps of 2 to ``most`` tokens, as far as it takes prompts together.
+    """Have an engine run steps of 2 to ``most`` tokens, as far as it batches prompts.
 
-    oneDNN keeps a kernel for each matrix product of each number of tokens: until it has seen them
-    all, a rank of any vLLM engine on CPU grows, by some 300 MB. The prompts are too short to fill a
-    block, so that nothing is cached, saved or loaded.
+    oneDNN caches a kernel per matrix product and number of tokens, so a rank of any vLLM engine on
+    CPU grows by some 300 MB until it has seen them all. The prompts are too short to fill a block:
+    nothing is cached, saved or loaded.
 
     Raises:
         ChildFailed: a request was refused.
@@ -103,7 +103,7 @@ async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int
 
 
 async def read_samples(url: str) -> list[Sample]:
-    """The server's metrics."""
+    """All samples of the server's /metrics."""
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
@@ -123,7 +123,7 @@ async def read_counters(url: str) -> Counter[str]:
 
 
 async def read_pool_bytes(url: str) -> Counter[str]:
-    """Bytes that the server has saved into the pool and loaded from it: put, get."""
+    """Bytes that the server has saved to the pool (``put``) and loaded from it (``get``)."""
     return Counter(
         {
             sample.labels["what"]: int(sample.value)
@@ -134,7 +134,7 @@ async def read_pool_bytes(url: str) -> Counter[str]:
 
 
 async def wait_idle(url: str) -> float:
-    """Wait until no request holds a block; the share of blocks that are still held, at best 0."""
+    """Wait until no request holds a block; the share still held: 0 unless the timeout expired."""
     deadline = time.monotonic() + _IDLE_S
     while usage := (await read_counters(url))[_USAGE]:
         if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ async def wait_idle(url: str) -> float:
 
 
 def _event(line: bytes) -> list[int]:
-    """The token ids in one line of a stream.
+    """Token ids in one line of a stream.
 
     Raises:
         ChildFailed: the line is an error.
