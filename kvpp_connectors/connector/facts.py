@@ -1,12 +1,47 @@
-"""Where a worker stands in its engine, and on which device."""
+"""What every connector reads of its engine, and where its worker stands in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["RankPosition", "local_device", "rank_position"]
+from kvpp_connectors.connector.identity import kv_cache_dtype
+
+__all__ = ["EngineFacts", "RankPosition", "engine_facts", "local_device", "rank_position"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """One engine: its parallel axes, and what holds of all its caches."""
+
+    device_type: str
+    block_size: int  # tokens
+    kv_cache_dtype: str  # by value: never "auto"
+    tp: int
+    pp: int
+    pcp: int
+    dp_rank: int
+
+    @property
+    def workers(self) -> int:
+        """Workers of this engine."""
+        return self.tp * self.pp * self.pcp
+
+
+def engine_facts(vllm_config: Any) -> EngineFacts:
+    """Read the facts from a VllmConfig."""
+    parallel = vllm_config.parallel_config
+    return EngineFacts(
+        device_type=vllm_config.device_config.device_type,
+        block_size=vllm_config.cache_config.block_size,
+        kv_cache_dtype=kv_cache_dtype(vllm_config),
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        pcp=parallel.prefill_context_parallel_size,
+        dp_rank=parallel.data_parallel_rank,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ende
 from kvpp_connectors.connector.caches import cache_plan
 from kvpp_connectors.connector.facts import rank_position
 from kvpp_connectors.connector.process import published
-from kvpp_connectors.p2p.facts import engine_facts
+from kvpp_connectors.p2p.facts import p2p_facts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
 from kvpp_connectors.p2p.protocol import WorkerAddress
@@ -30,7 +30,7 @@ class MooncakeConnectorV2(ConnectorShell):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        facts = engine_facts(vllm_config)
+        facts = p2p_facts(vllm_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._worker: WorkerSide | None = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from kvpp_connectors.connector.identity import ModelIdentity
 from kvpp_connectors.connector.transfer_engine import Read
 from kvpp_connectors.p2p.protocol import Description, Region
 from kvpp_core.errors import KvppError
@@ -44,13 +45,11 @@ def choose_sources(
             both values.
     """
     for peer in workers:
-        for field in ("model", "block_size", "kv_cache_dtype"):
-            mine, theirs = getattr(own, field), getattr(peer, field)
-            if mine != theirs:
-                raise Incompatible(
-                    f"{field} is {mine!r} here and {theirs!r} at {peer.session}: their KV cannot "
-                    "be used here"
-                )
+        if unlike := _differences(own, peer):
+            listed = (
+                f"{name} is {mine!r} here and {other!r} there" for name, mine, other in unlike
+            )
+            raise Incompatible(f"the KV of {peer.session} cannot be used here: {', '.join(listed)}")
     keepers: dict[str, list[tuple[str, Region]]] = {}
     for peer in workers:
         for region in peer.regions:
@@ -71,6 +70,19 @@ def choose_sources(
             )
         sources[region.name] = session, theirs
     return sources
+
+
+def _differences(own: Description, peer: Description) -> list[tuple[str, object, object]]:
+    """What decides the bytes of a block and is not the same: its name, ours, the peer's."""
+    found: list[tuple[str, object, object]] = [
+        (f"the model's {name}", mine, theirs)
+        for name, mine, theirs in ModelIdentity.differences(own.model, peer.model)
+    ]
+    for name in ("block_size", "kv_cache_dtype"):
+        mine, theirs = getattr(own, name), getattr(peer, name)
+        if mine != theirs:
+            found.append((name, mine, theirs))
+    return found
 
 
 def split_shares(regions: Sequence[Region], members: int) -> list[list[Region]]:

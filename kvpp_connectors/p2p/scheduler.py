@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.facts import EngineFacts
+from kvpp_connectors.p2p.facts import P2pFacts
 from kvpp_connectors.p2p.fetcher import Pull
 from kvpp_connectors.p2p.heartbeat import Courier
 from kvpp_connectors.p2p.judge import judge
@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 class PrefillScheduler:
     """Leases of this engine's finished requests, judged at an endpoint of their own."""
 
-    def __init__(self, facts: EngineFacts) -> None:
+    def __init__(self, facts: P2pFacts) -> None:
         self._facts = facts
         self._lock = threading.Lock()
         self._book = LeaseBook(facts.options.lease_seconds)
@@ -71,7 +71,7 @@ class PrefillScheduler:
         if not params.get("do_remote_decode") or request.num_computed_tokens < tokens:
             return None
         # Blocks beyond the prompt hold nothing of it: tokens drafted or looked ahead.
-        blocks = block_ids[: -(-tokens // self._facts.block_size)]
+        blocks = block_ids[: -(-tokens // self._facts.engine.block_size)]
         with self._lock:
             generation = self._book.grant(request.request_id, request.request_id, time.monotonic())
         offer = Offer(
@@ -80,11 +80,11 @@ class PrefillScheduler:
             remote_port=self._server.port,
             remote_block_ids=[blocks],
             remote_num_tokens=tokens,
-            remote_block_size=self._facts.block_size,
+            remote_block_size=self._facts.engine.block_size,
             kvpp=OfferDetails(OFFER_VERSION, request.request_id, generation, self._workers),
         )
-        facts = self._facts
-        return make_params(offer, request.request_id, facts.tp, facts.pp, facts.pcp)
+        engine = self._facts.engine
+        return make_params(offer, request.request_id, engine.tp, engine.pp, engine.pcp)
 
     def take_let_go(self) -> list[str]:
         """Requests whose blocks nobody may read any more, each once."""
@@ -116,7 +116,7 @@ class PrefillScheduler:
 class DecodeScheduler:
     """Which requests are pulled. A request is pulled once; what comes later is computed here."""
 
-    def __init__(self, facts: EngineFacts) -> None:
+    def __init__(self, facts: P2pFacts) -> None:
         self._facts = facts
         self._courier = Courier(facts.engine_id, facts.key, facts.options.control_timeout_s)
         self._offers: dict[str, Offer] = {}  # requests that have not been pulled yet
@@ -172,7 +172,7 @@ class DecodeScheduler:
         if not tokens:
             self._courier.release(request.request_id, "not needed")
             return
-        first = (offer.remote_num_tokens - tokens) // self._facts.block_size
+        first = (offer.remote_num_tokens - tokens) // self._facts.engine.block_size
         self._pulls.append(
             Pull(
                 request.request_id,
@@ -212,10 +212,10 @@ class DecodeScheduler:
         self._courier.close()
 
     def _mismatch(self, request: Any, offer: Offer) -> str | None:
-        if offer.remote_block_size != self._facts.block_size:
+        if offer.remote_block_size != self._facts.engine.block_size:
             return (
                 f"the prefill side has blocks of {offer.remote_block_size} tokens, this side of "
-                f"{self._facts.block_size}"
+                f"{self._facts.engine.block_size}"
             )
         if offer.remote_num_tokens != request.num_prompt_tokens:
             return (

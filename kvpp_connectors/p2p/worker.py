@@ -19,7 +19,7 @@ from kvpp_connectors.connector.transfer_engine import (
     process_engine,
 )
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.p2p.facts import EngineFacts
+from kvpp_connectors.p2p.facts import P2pFacts
 from kvpp_connectors.p2p.fetcher import Puller, PullerSettings, PullResult
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.peer_sharing import Sharing
@@ -47,7 +47,7 @@ class WorkerSide:
 
     def __init__(
         self,
-        facts: EngineFacts,
+        facts: P2pFacts,
         position: RankPosition,
         plan: CachePlan,
         gather: Callable[[WorkerAddress], list[WorkerAddress]],
@@ -71,7 +71,7 @@ class WorkerSide:
                 as the engine planned them.
         """
         facts, options = self._facts, self._facts.options
-        protocol = options.protocol or default_protocol(facts.device_type)
+        protocol = options.protocol or default_protocol(facts.engine.device_type)
         self._engine = process_engine(facts.host, protocol)
         kept = kept_rows(kv_caches, self._plan)
         for address, size in storages(kept.values()):
@@ -80,8 +80,8 @@ class WorkerSide:
             epoch=secrets.token_hex(8),
             session=self._engine.session,
             model=facts.model,
-            block_size=facts.block_size,
-            kv_cache_dtype=facts.kv_cache_dtype,
+            block_size=facts.engine.block_size,
+            kv_cache_dtype=facts.engine.kv_cache_dtype,
             regions=cache_regions(kept),
         )
         if facts.consumes:
@@ -182,7 +182,7 @@ class WorkerSide:
         return PullerSettings(
             engine_id=facts.engine_id,
             reader=self._position.engine_rank,
-            readers=facts.workers,
+            readers=facts.engine.workers,
             key=facts.key,
             control_timeout=options.control_timeout_s,
             pull_timeout=options.pull_timeout_s,

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.connector.identity import kv_cache_dtype
-from kvpp_connectors.connector.weights import weights_identity
+from kvpp_connectors.connector.identity import DraftIdentity, kv_cache_dtype, model_identity
 from kvpp_connectors.pool.keys import (
     Fingerprint,
     Namespace,
     SpeculativeCache,
     Topology,
     hash_seed,
-    model_numbers,
 )
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from kvpp_connectors.pool.options import PoolOptions, loads_blocks, read_pool_options
@@ -82,31 +79,33 @@ def name_objects(
         topology = Topology.kvpp(manifests, drafts)
     else:
         topology = Topology.replicated([w.layers for w in ordered], facts.heads_split_over)
-    speculative = _speculative(
-        vllm_config.speculative_config,
-        tuple(draft for worker in ordered for draft in worker.drafts),
-    )
-    return Namespace(_fingerprint(vllm_config, kv_cache_config, facts, speculative), topology)
+    draft_components = tuple(draft for worker in ordered for draft in worker.drafts)
+    fingerprint = _fingerprint(vllm_config, kv_cache_config, facts, draft_components)
+    return Namespace(fingerprint, topology)
 
 
 def _fingerprint(
-    vllm_config: Any, kv_cache_config: Any, facts: PoolFacts, speculative: SpeculativeCache | None
+    vllm_config: Any,
+    kv_cache_config: Any,
+    facts: PoolFacts,
+    draft_components: tuple[tuple[str, int], ...],
 ) -> Fingerprint:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    cache = vllm_config.cache_config
+    model = model_identity(vllm_config, facts.options.model_id)
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return Fingerprint(
-        model=facts.options.model_id or str(model.model),
-        revision=str(model.revision or "main"),
-        numbers=model_numbers(model.hf_text_config.to_dict()),
-        weights=weights_identity(Path(model.model)),
-        model_dtype=str(model.dtype),
+        model=model.name,
+        revision=model.revision,
+        numbers=model.numbers,
+        weights=model.weights,
+        model_dtype=model.dtype,
         kv_cache_dtype=kv_cache_dtype(vllm_config),
-        quantization=str(model.quantization or ""),
+        quantization=model.quantization,
         cache_layout=" ".join(sorted({_layout(spec) for spec in specs})),
         block_size=facts.block_size,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=hash_seed(str(cache.prefix_caching_hash_algo), os.environ),
-        speculative=speculative,
+        speculative=_speculative(model.draft, draft_components),
     )
 
 
@@ -115,14 +114,9 @@ def _layout(spec: Any) -> str:
     return f"{type(spec).__name__}:{spec.page_size_bytes}"
 
 
-def _speculative(config: Any, components: tuple[tuple[str, int], ...]) -> SpeculativeCache | None:
-    if config is None or config.draft_model_config is None:
+def _speculative(
+    draft: DraftIdentity | None, components: tuple[tuple[str, int], ...]
+) -> SpeculativeCache | None:
+    if draft is None:
         return None
-    draft = config.draft_model_config
-    return SpeculativeCache(
-        method=str(config.method),
-        model=str(draft.model),
-        weights=weights_identity(Path(draft.model)),
-        components=components,
-        numbers=model_numbers(draft.hf_text_config.to_dict()),
-    )
+    return SpeculativeCache(draft.method, draft.name, draft.weights, components, draft.numbers)

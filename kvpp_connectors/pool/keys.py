@@ -11,15 +11,12 @@ covers the ranks: who keeps which layer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
-from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from kvpp_connectors.connector.identity import canonical_digest
 from kvpp_core.errors import KvppError
 from kvpp_core.manifest import Manifest
 
@@ -32,9 +29,7 @@ __all__ = [
     "Shard",
     "SpeculativeCache",
     "Topology",
-    "canonical_digest",
     "hash_seed",
-    "model_numbers",
     "parse_key",
 ]
 
@@ -51,8 +46,6 @@ _KEY = re.compile(
     r"(?:@(?:(?P<kind>[td])(?P<layer>\d+)|(?P<done>done)))?",
     re.ASCII,
 )
-# Where the configuration lies and who read it decide no bytes.
-_NO_NUMBERS = ("transformers_version", "name_or_path")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +56,7 @@ class SpeculativeCache:
     model: str
     weights: str  # as Fingerprint.weights
     components: tuple[tuple[str, int], ...]  # name, bytes per block; known with KVPP
-    numbers: str = ""  # digest of the draft's configuration: see model_numbers
+    numbers: str = ""  # digest of the draft's configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class Fingerprint:
 
     model: str  # the whole name or path, not its last part: two models may share that
     revision: str
-    numbers: str  # digest of the model's configuration: see model_numbers
+    numbers: str  # digest of the model's configuration: see connector/identity.py
     weights: str  # what tells two sets of weights of one name apart; "" where not known
     model_dtype: str  # of the computation
     kv_cache_dtype: str  # resolved: never "auto"
@@ -246,29 +239,6 @@ def parse_key(key: str) -> ObjectName | None:
     )
 
 
-def canonical_digest(document: Any) -> str:
-    """32 hexadecimal digits of the SHA-256 of a document's canonical JSON.
-
-    Raises:
-        KvppError: a value has no text that is the same in every process.
-    """
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"), default=_plain)
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]
-
-
-def model_numbers(config: Mapping[str, Any]) -> str:
-    """The digest of a model's own configuration: sizes, RoPE scaling, experts, all of it.
-
-    Args:
-        config: ``hf_text_config.to_dict()``, after the user's overrides.
-
-    Raises:
-        KvppError: a value has no text that is the same in every process; names the value.
-    """
-    kept = {k: v for k, v in config.items() if not k.startswith("_") and k not in _NO_NUMBERS}
-    return canonical_digest(kept)
-
-
 def hash_seed(algorithm: str, environment: Mapping[str, str]) -> str:
     """The seed that vLLM's block hashes start from in every process with this environment.
 
@@ -285,20 +255,4 @@ def hash_seed(algorithm: str, environment: Mapping[str, str]) -> str:
         f"the seed of prefix_caching_hash_algo={algorithm} {kind}: what this engine saves into the "
         "pool no other would find. Set PYTHONHASHSEED to one value on all nodes, or use "
         f"{' or '.join(_SEEDED_HASHES)}."
-    )
-
-
-def _plain(value: object) -> Any:
-    """What JSON does not know, as text that is the same in every process."""
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, PurePath):
-        return str(value)
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
-        return str(value)
-    raise KvppError(
-        f"a value of type {type(value).__name__} ({value!r:.80}) decides bytes in the pool but has "
-        "no text that is the same in every process; expected what JSON can say"
     )

@@ -93,7 +93,12 @@ class Rig:
         regions = cache_regions({name: self.local.of(name) for name in self.local.rows})
         facts = self.prefill.facts
         self.own = Description(
-            "decode", "none", facts.model, facts.block_size, facts.kv_cache_dtype, regions
+            "decode",
+            "none",
+            facts.model,
+            facts.engine.block_size,
+            facts.engine.kv_cache_dtype,
+            regions,
         )
         settings: dict[str, Any] = {
             "engine_id": "D", "reader": 0, "readers": 1, "key": None, "window": 4, "threads": 4,

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,10 +18,10 @@ from unittest import mock
 import torch
 
 from kvpp_connectors.connector.caches import CachePlan
-from kvpp_connectors.connector.facts import RankPosition
+from kvpp_connectors.connector.facts import EngineFacts, RankPosition
 from kvpp_connectors.connector.transfer_engine import TransferEngine
 from kvpp_connectors.p2p import worker as worker_module
-from kvpp_connectors.p2p.facts import EngineFacts
+from kvpp_connectors.p2p.facts import P2pFacts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.options import P2pOptions
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
@@ -30,6 +30,7 @@ from kvpp_core.layout import RankLayout
 
 __all__ = [
     "BLOCK_SIZE",
+    "MODEL",
     "PATIENCE",
     "Decode",
     "Prefill",
@@ -41,15 +42,26 @@ __all__ = [
 ]
 
 BLOCK_SIZE = 16  # tokens
+MODEL = "name=model; revision=main; numbers=n0; weights=w0; dtype=bfloat16; draft=none"
 PATIENCE = 30.0  # seconds, the bound of every wait that is expected to end
 
 _NAMES = itertools.count()
 
 
-def engine_facts(role: str, **changes: Any) -> EngineFacts:
+def engine_facts(role: str, **changes: Any) -> P2pFacts:
     """Facts of an engine on this host; ``options`` is a mapping."""
     options = {"control_timeout_s": 5.0, **changes.pop("options", {})}
-    facts = EngineFacts(
+    engine = EngineFacts(
+        device_type="cpu",
+        block_size=BLOCK_SIZE,
+        kv_cache_dtype="bfloat16",
+        tp=1,
+        pp=1,
+        pcp=1,
+        dp_rank=0,
+    )
+    facts = P2pFacts(
+        engine=engine,
         engine_id=f"{role}-{next(_NAMES)}",
         produces=role == "prefill",
         consumes=role == "decode",
@@ -57,16 +69,15 @@ def engine_facts(role: str, **changes: Any) -> EngineFacts:
         kv_port=0,
         options=P2pOptions(**options),
         key=None,
-        model="model@main#0123456789abcdef",
-        block_size=BLOCK_SIZE,
-        kv_cache_dtype="torch.bfloat16",
-        device_type="cpu",
-        dp_rank=0,
-        tp=1,
-        pp=1,
-        pcp=1,
+        model=MODEL,
     )
-    return replace(facts, **changes)
+    return changed(facts, **changes)
+
+
+def changed(facts: P2pFacts, **changes: Any) -> P2pFacts:
+    """The facts with other values, the engine's among them."""
+    engine = {f.name: changes.pop(f.name) for f in fields(EngineFacts) if f.name in changes}
+    return replace(facts, engine=replace(facts.engine, **engine), **changes)
 
 
 def request(tokens: int, params: Any = None, name: str | None = None, **changes: Any) -> Any:
@@ -109,7 +120,7 @@ def listening() -> Iterator[list[str]]:
 class Prefill:
     """A prefill engine: the lease endpoint, and workers that have caches."""
 
-    def __init__(self, facts: EngineFacts) -> None:
+    def __init__(self, facts: P2pFacts) -> None:
         self.facts = facts
         self.scheduler = PrefillScheduler(facts)
         self._workers: list[WorkerSide] = []
@@ -125,7 +136,7 @@ class Prefill:
     ) -> None:
         """Start a worker; ``changes`` make its facts differ from the engine's."""
         worker = WorkerSide(
-            replace(self.facts, **changes), position, planned(caches, layout), lambda own: [own]
+            changed(self.facts, **changes), position, planned(caches, layout), lambda own: [own]
         )
         _register(worker, caches, engine)
         handshake = worker.handshake()
@@ -157,7 +168,7 @@ class Prefill:
 class Decode:
     """A decode engine: scheduler half and worker halves."""
 
-    def __init__(self, facts: EngineFacts) -> None:
+    def __init__(self, facts: P2pFacts) -> None:
         self.facts = facts
         self.scheduler = DecodeScheduler(facts)
         self._workers: list[WorkerSide] = []

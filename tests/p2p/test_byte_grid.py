@@ -26,7 +26,7 @@ from kvpp_core.ownership import assign_owners
 from tests.core.rank_memory import ALIGNED, UNALIGNED, uneven_model
 from tests.p2p.conftest import Machine
 from tests.p2p.kv_memory import KvMemory, laid_out
-from tests.p2p.sides import BLOCK_SIZE, Decode, Prefill, engine_facts, listening, planned
+from tests.p2p.sides import BLOCK_SIZE, MODEL, Decode, Prefill, engine_facts, listening, planned
 
 LAYERS = 5  # layers 0 and 3 have an indexer and its scales
 TARGETS, DRAFTS = uneven_model(LAYERS)[:2]
@@ -231,19 +231,25 @@ def resized(name: str, size: int) -> tuple[LayerBundle, ...]:
             id="other scales",
         ),
         pytest.param(
-            Side(), {"block_size": 32}, ["block_size", "16 here", "32 at"], id="other block size"
+            Side(), {"block_size": 32}, ["block_size", "16 here", "32 there"], id="other block size"
         ),
         pytest.param(
             Side(),
             {"kv_cache_dtype": "fp8_ds_mla"},
-            ["kv_cache_dtype", "torch.bfloat16", "fp8_ds_mla"],
+            ["kv_cache_dtype", "bfloat16", "fp8_ds_mla"],
             id="other dtype",
         ),
         pytest.param(
             Side(),
-            {"model": "other@main#0"},
-            ["model@main#0123456789abcdef", "other@main#0"],
+            {"model": MODEL.replace("name=model", "name=other")},
+            ["the model's name", "'model' here", "'other' there"],
             id="other model",
+        ),
+        pytest.param(
+            Side(),
+            {"model": MODEL.replace("weights=w0", "weights=w1")},
+            ["the model's weights", "'w0' here", "'w1' there"],
+            id="other weights",
         ),
     ],
 )

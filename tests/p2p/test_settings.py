@@ -1,7 +1,6 @@
-"""An engine's facts from vLLM's configuration, and what makes two models one.
+"""An engine's facts from vLLM's configuration.
 
-Field reports 1.2 (two equal engines refuse each other, two unlike ones do not), 1.4 (misspelt keys)
-and 1.1 (an address that nobody can reach).
+Field reports 1.4 (misspelt keys) and 1.1 (an address that nobody can reach).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpp_connectors.connector.facts import RankPosition
-from kvpp_connectors.p2p.facts import EngineFacts, engine_facts
+from kvpp_connectors.p2p.facts import P2pFacts, p2p_facts
 from kvpp_connectors.p2p.options import KEY_VARIABLE, listening_host, read_key, read_options
 from kvpp_core.errors import KvppError
 
@@ -27,7 +26,7 @@ def facts(
     cache_dtype: str = "auto",
     dtype: str = "torch.bfloat16",
     **extra: Any,
-) -> EngineFacts:
+) -> P2pFacts:
     """The facts of an engine with such a configuration."""
     hf = {
         **(numbers or NUMBERS),
@@ -53,48 +52,20 @@ def facts(
             model=path,
             revision=revision,
             dtype=dtype,
+            quantization=None,
             hf_text_config=SimpleNamespace(to_dict=lambda: hf),
         ),
         cache_config=SimpleNamespace(block_size=16, cache_dtype=cache_dtype),
         device_config=SimpleNamespace(device_type="cpu"),
+        speculative_config=None,
     )
-    return engine_facts(config)
-
-
-def test_one_model_under_two_paths_is_one_with_a_model_id() -> None:
-    """1.2: neither the path nor transformers' version decides any byte."""
-    one = facts("/models/a", model_id="ds")
-    assert one.model == facts("/mnt/other/b", model_id="ds").model
-    assert one.model.startswith("ds@main#")
-    assert facts("/models/a").model != facts("/mnt/other/b").model
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"numbers": NUMBERS | {"num_hidden_layers": 6}},
-        {"numbers": NUMBERS | {"rope_parameters": {"factor": 41.0}}},
-        {"revision": "v2"},
-        {"path": "/models/b"},
-    ],
-    ids=str,
-)
-def test_what_decides_bytes_makes_another_model(change: dict[str, Any]) -> None:
-    """1.2, 3.5: same shapes and another path, same path and other numbers, another revision."""
-    assert facts().model != facts(**change).model
-
-
-def test_the_cache_dtype_auto_is_the_models() -> None:
-    """1.2: which may differ between the sides although both say auto."""
-    assert facts().kv_cache_dtype == "torch.bfloat16"
-    assert facts(dtype="torch.float16").kv_cache_dtype == "torch.float16"
-    assert facts(cache_dtype="fp8_ds_mla").kv_cache_dtype == "fp8_ds_mla"
+    return p2p_facts(config)
 
 
 def test_ranks_and_ports_come_from_the_configuration() -> None:
     """1.1: the second data-parallel replica's last worker."""
     found = facts()
-    assert found.workers == 8
+    assert found.engine.workers == 8
     assert found.handshake_port(RankPosition(1, 1, 1, 2, 2)) == 37000 + 8 + 7
 
 

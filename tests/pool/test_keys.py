@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connectors.connector.weights import weights_identity
+from kvpp_connectors.connector.identity import model_numbers, weights_identity
 from kvpp_connectors.pool.keys import (
     MAX_KEY,
     Fingerprint,
@@ -26,7 +26,6 @@ from kvpp_connectors.pool.keys import (
     SpeculativeCache,
     Topology,
     hash_seed,
-    model_numbers,
     parse_key,
 )
 from kvpp_core.bundles import Component, LayerBundle
