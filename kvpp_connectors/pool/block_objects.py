@@ -16,7 +16,7 @@ import torch
 from kvpp_connectors.engine.ascend.caches import ALIGNMENT
 from kvpp_connectors.pool.keys import FORMAT_VERSION
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, Result
+from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, PoolUnavailable, Result
 from kvpp_core.errors import KvppError
 from kvpp_core.staging import allocate_staging
 
@@ -133,21 +133,31 @@ class BlockStore:
     def save(
         self, objects: Sequence[BlockObject], copied: Callable[[], object] = lambda: None
     ) -> list[Outcome]:
-        """Save blocks, one outcome each.
+        """Save the blocks that the store lacks, one outcome each.
 
-        The blocks must not change until ``copied`` is called, at the latest when this returns.
+        It is asked first: what it has is neither packed nor sent. The blocks must not change until
+        ``copied`` is called, at the latest when this returns.
         """
         outcomes: list[Outcome] = []
         batches = self._batches(objects)
         for number, batch in enumerate(batches, start=1):
-            rows = self._rows[: len(batch)]
-            headers = [write_header(o.key, self._payload_bytes, self._inventory) for o in batch]
-            rows[:, :HEADER_BYTES].copy_(_as_tensor(headers))
+            lacking = self._lacking(batch)
+            rows = self._rows[: len(lacking)]
+            if lacking:
+                headers = [
+                    write_header(o.key, self._payload_bytes, self._inventory) for o in lacking
+                ]
+                rows[:, :HEADER_BYTES].copy_(_as_tensor(headers))
             if self._backend.packed:
-                self._blocks.gather([o.block for o in batch], rows[:, HEADER_BYTES:])
+                if lacking:
+                    self._blocks.gather([o.block for o in lacking], rows[:, HEADER_BYTES:])
                 if number == len(batches):
                     copied()
-            outcomes += self._backend.put([o.key for o in batch], self._buffers(batch))
+            ended = dict.fromkeys(batch, Outcome(Result.ALREADY_THERE))
+            if lacking:
+                stored = self._backend.put([o.key for o in lacking], self._buffers(lacking))
+                ended.update(zip(lacking, stored, strict=True))
+            outcomes += [ended[o] for o in batch]
         return outcomes
 
     def load(self, objects: Sequence[BlockObject]) -> list[Outcome]:
@@ -179,6 +189,15 @@ class BlockStore:
             buffers = [Buffer((base + i * step,), (HEADER_BYTES,)) for i in range(len(batch))]
             outcomes += self._backend.put(batch, buffers)
         return outcomes
+
+    def _lacking(self, batch: Sequence[BlockObject]) -> list[BlockObject]:
+        """Those that the store does not have; all of them where it cannot be asked: put() says why
+        then."""
+        try:
+            there = self._backend.exist([o.key for o in batch])
+        except PoolUnavailable:
+            return list(batch)
+        return [o for o, found in zip(batch, there, strict=True) if not found]
 
     def _batches(self, objects: Sequence[BlockObject]) -> list[Sequence[BlockObject]]:
         size = len(self._rows)

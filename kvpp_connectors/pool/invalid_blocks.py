@@ -4,62 +4,54 @@ With the policy `recompute` vLLM leaves such blocks in its prefix cache and coun
 that loaded them to compute them in its next step. If that request is aborted or preempted first,
 others with the same beginning take what is there for computed. The workers then report the blocks
 as invalid again, in the step that reads them, so that vLLM takes its result back.
+
+Nor may such a block be saved, by whichever request has it in its table, before the step that
+computes it anew has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from kvpp_connectors.vllm_api.scheduler_output import read_step
-
-__all__ = ["SpoiltBlocks"]
+__all__ = ["InvalidBlocks"]
 
 
-class SpoiltBlocks:
-    """What vLLM's block tables say of blocks that hold no request's KV. For one thread."""
+class InvalidBlocks:
+    """Blocks that do not hold what their place in a request's table says. For one thread."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
-        self._written: dict[int, int] = {}  # tokens that are right again, by spoilt block
-        self._tables: dict[str, list[int]] = {}
-        self._reported: set[int] = set()
+        self._written: dict[int, int] = {}  # tokens that are right again, by invalid block
+        self._rewritten: dict[int, int] = {}  # the step that computes a whole block anew
+        self._reported: set[int] = set()  # in the step that is being built
 
-    def failed(self, blocks: Iterable[int]) -> None:
-        """Loads of these blocks failed: what was computed after them is wrong, too."""
+    def failed(self, blocks: Iterable[int], tables: Iterable[Sequence[int]]) -> None:
+        """Loads of these blocks failed: what requests computed after them is wrong, too.
+
+        ``tables``: the blocks of every request.
+        """
         found = set(blocks) - self._reported
-        for table in self._tables.values() if found else ():
+        for table in tables if found else ():
             first = next((i for i, block in enumerate(table) if block in found), len(table))
-            self._spoil(table[first:])
+            self._add(table[first:])
 
-    def taken(self, blocks: Iterable[int]) -> None:
+    def allocated(self, blocks: Iterable[int]) -> None:
         """These blocks belong to another request now: nothing in them counts as computed."""
         for block in blocks:
             self._written.pop(block, None)
+            self._rewritten.pop(block, None)
 
-    def forget(self, request_id: str) -> None:
-        """The request is over."""
-        self._tables.pop(request_id, None)
-
-    def read_in(self, output: Any) -> list[int]:
-        """Spoilt blocks that requests of this step take for computed.
-
-        ``output`` is vLLM's SchedulerOutput.
-        """
+    def begin_step(self, ended_step: int) -> None:
+        """Before the requests of a step; steps up to ``ended_step`` have ended."""
         self._reported.clear()
-        for name in output.preempted_req_ids or ():
-            self.forget(name)
-        for request in read_step(output).requests:
-            if request.replaces:
-                self._tables[request.request_id] = []
-            self._tables[request.request_id] += request.block_ids
-            self._check(request.request_id, request.computed_tokens, request.new_tokens)
-        return sorted(self._reported)
+        self._rewritten = {b: step for b, step in self._rewritten.items() if step > ended_step}
 
-    def _check(self, name: str, computed: int, scheduled: int) -> None:
+    def check(self, step: int, table: Sequence[int], computed: int, scheduled: int) -> None:
+        """A request of a step: the blocks it has, and how many tokens it takes for computed and
+        computes now."""
         if not self._written:
             return
-        table, end = self._tables[name], computed + scheduled
+        end = computed + scheduled
         for index, block in enumerate(table[: -(-end // self._size)]):
             start = index * self._size
             if (written := self._written.get(block)) is None:
@@ -68,10 +60,24 @@ class SpoiltBlocks:
                 self._reported.add(block)
             elif end >= start + self._size:
                 del self._written[block]
+                self._rewritten[block] = step
             else:
                 self._written[block] = max(written, end - start)
         if not self._reported.isdisjoint(table):
-            self._spoil(table[computed // self._size :])
+            self._add(table[computed // self._size :])
 
-    def _spoil(self, blocks: Iterable[int]) -> None:
-        self._written.update(dict.fromkeys(blocks, 0))
+    def reported(self) -> list[int]:
+        """Invalid blocks that requests of this step take for computed."""
+        return sorted(self._reported)
+
+    def valid(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks, from the first, hold what they should."""
+        if not self._written and not self._rewritten:
+            return len(blocks)
+        invalid = self._written.keys() | self._rewritten.keys()
+        return next((i for i, block in enumerate(blocks) if block in invalid), len(blocks))
+
+    def _add(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._written[block] = 0
+            self._rewritten.pop(block, None)

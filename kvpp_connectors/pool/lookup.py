@@ -16,7 +16,7 @@ from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
 
-__all__ = ["Hit", "Lookup"]
+__all__ = ["Blocks", "Hit", "Lookup", "PendingLookup"]
 
 _JOIN_S = 15.0
 _FRESH_S = 2.0  # a hit is believed: stores hold what was found for 5 s or more
@@ -34,9 +34,9 @@ class Hit:
     shortened_by: str | None = None  # why it may be too short: the first missing key, or a failure
 
 
-@dataclass(slots=True)
-class _Job:
-    """One request's lookup. Guarded by the lock of its Lookup."""
+@dataclass(slots=True, eq=False)
+class PendingLookup:
+    """One request's lookup, kept by whoever asks. Guarded by the lock of its Lookup."""
 
     blocks: _Fixed
     deadline: float
@@ -52,7 +52,8 @@ class _Job:
 
 
 class Lookup:
-    """Lookups by request, cached until forgotten. Methods are for the scheduler's thread."""
+    """The thread that asks, and the lookups it has not answered. Methods are for the scheduler's
+    thread."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Lookup:
         self._batch_keys = batch_keys
         self._clock = clock
         self._changed = threading.Condition()
-        self._jobs: dict[str, _Job] = {}
+        self._open: list[PendingLookup] = []  # in the order in which they were asked
         self._closed = False
         self._call_since: float | None = None  # when the running call of ``exist`` began
         self._thread = start_thread(
@@ -86,19 +87,23 @@ class Lookup:
             "requests get no blocks from the pool any more; restart the engine",
         )
 
-    def ask(self, request_id: str, blocks: Blocks, wait_s: float = 0.0) -> Hit | None:
-        """The hit of a request, or None: not known yet, ask again in a later step.
+    def ask(
+        self, known: PendingLookup | None, blocks: Blocks, wait_s: float = 0.0
+    ) -> PendingLookup:
+        """The lookup of a request; its ``hit`` is None where it is not known yet: ask again in a
+        later step.
 
         Args:
-            request_id: of the request; the answer is kept until ``forget``, or until it is 2 s old:
-                a request may wait for blocks much longer than the store keeps what it has.
+            known: what the request's last ``ask`` gave, if there was one. It is good for the same
+                blocks until it is 2 s old: a request may wait for blocks much longer than the store
+                keeps what it has.
             blocks: the keys that each block needs, in order; other keys than before ask anew.
             wait_s: how long to wait here at most.
         """
         with self._changed:
-            job = self._jobs.get(request_id)
-            if job is None or self._is_old(job) or not _same(job.blocks, blocks):
-                job = self._submit(request_id, blocks)
+            if known is None or self._is_old(known) or not _same(known.blocks, blocks):
+                known = self._submit(known, blocks)
+            job = known
             if job.hit is None:
                 patience = min(wait_s, job.deadline - self._clock())
                 if patience > 0:
@@ -107,49 +112,45 @@ class Lookup:
                 self._stats.add("lookup_deadline_passed")
                 self._stats.trouble(
                     "lookup/deadline",
-                    f"no answer for a lookup within {self._deadline_s:g} s (request {request_id}, "
-                    f"{len(blocks)} blocks)",
+                    f"no answer for a lookup of {len(blocks)} blocks within {self._deadline_s:g} s",
                 )
                 self._end(job, "the lookup's deadline passed")
-            return job.hit
+            return job
 
-    def forget(self, request_id: str) -> None:
-        """The request ended or was scheduled; a later one of its name asks anew."""
+    def forget(self, known: PendingLookup | None) -> None:
+        """Nobody waits for this answer any more. Again is legal, and so is None."""
         with self._changed:
-            job = self._jobs.pop(request_id, None)
-            if job is not None and job.hit is None:
-                self._end(job, "forgotten")
+            if known is not None and known.hit is None:
+                self._end(known, "forgotten")
 
     @property
     def waiting(self) -> int:
         """Requests without an answer."""
         with self._changed:
-            return sum(job.hit is None for job in self._jobs.values())
+            return len(self._open)
 
     def close(self) -> None:
         """End the thread. Lookups after it hit nothing. Again is legal."""
         with self._changed:
             self._closed = True
-            for job in self._jobs.values():
-                if job.hit is None:
-                    self._end(job, "closed")
+            for job in list(self._open):
+                self._end(job, "closed")
             self._changed.notify_all()
         self._thread.join(_JOIN_S)
 
-    def _submit(self, request_id: str, blocks: Blocks) -> _Job:
+    def _submit(self, previous: PendingLookup | None, blocks: Blocks) -> PendingLookup:
         fixed = tuple(tuple(keys) for keys in blocks)
-        job = _Job(fixed, self._clock() + self._deadline_s)
-        previous = self._jobs.get(request_id)
+        job = PendingLookup(fixed, self._clock() + self._deadline_s)
         if previous is not None and previous.hit is None:
             self._end(previous, "asked anew")
-        self._jobs[request_id] = job
+        self._open.append(job)
         self._stats.add("lookup_requests")
         if (at_once := self._known_end(fixed)) is not None:
             self._end(job, at_once or None)
         self._changed.notify_all()
         return job
 
-    def _is_old(self, job: _Job) -> bool:
+    def _is_old(self, job: PendingLookup) -> bool:
         found = job.hit is not None and job.hit.blocks > 0
         return found and self._clock() - job.answered > _FRESH_S
 
@@ -176,20 +177,17 @@ class Lookup:
                 self._stats.add("lookup_keys", len(keys))
                 self._settle(round_, found)
 
-    def _next_round(self) -> list[tuple[_Job, _Fixed]] | None:
+    def _next_round(self) -> list[tuple[PendingLookup, _Fixed]] | None:
         """Wait for lookups to do; the next keys of each, one call's worth. None: closed."""
         with self._changed:
             self._call_since = None
-            self._changed.wait_for(
-                lambda: self._closed or any(job.hit is None for job in self._jobs.values())
-            )
+            self._changed.wait_for(lambda: self._closed or bool(self._open))
             if self._closed:
                 return None
-            open_jobs = [job for job in self._jobs.values() if job.hit is None]
-            share = max(_LEAST_SHARE, self._batch_keys // len(open_jobs))
-            round_: list[tuple[_Job, _Fixed]] = []
+            share = max(_LEAST_SHARE, self._batch_keys // len(self._open))
+            round_: list[tuple[PendingLookup, _Fixed]] = []
             total = 0
-            for job in open_jobs:
+            for job in self._open:
                 part = job.slice(min(share, self._batch_keys))
                 size = sum(len(block) for block in part)
                 if round_ and total + size > self._batch_keys:
@@ -199,7 +197,7 @@ class Lookup:
             self._call_since = self._clock()
             return round_
 
-    def _settle(self, round_: list[tuple[_Job, _Fixed]], found: dict[str, bool]) -> None:
+    def _settle(self, round_: list[tuple[PendingLookup, _Fixed]], found: dict[str, bool]) -> None:
         with self._changed:
             for job, part in round_:
                 if job.hit is not None:
@@ -214,15 +212,16 @@ class Lookup:
                     self._end(job, None)
             self._changed.notify_all()
 
-    def _settle_failed(self, jobs: Sequence[_Job], reason: str) -> None:
+    def _settle_failed(self, jobs: Sequence[PendingLookup], reason: str) -> None:
         with self._changed:
             for job in jobs:
                 if job.hit is None:
                     self._end(job, reason)
             self._changed.notify_all()
 
-    def _end(self, job: _Job, shortened_by: str | None) -> None:
+    def _end(self, job: PendingLookup, shortened_by: str | None) -> None:
         job.hit, job.answered = Hit(job.cursor, shortened_by), self._clock()
+        self._open.remove(job)
         self._stats.add("lookup_blocks_asked", len(job.blocks))
         self._stats.add("lookup_blocks_hit", job.cursor)
         self._stats.add("lookup_us", int((time.monotonic() - job.started) * 1e6))

@@ -6,16 +6,17 @@ It never waits for the store: lookups run on a thread of their own and have a de
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.facts import PoolFacts
-from kvpp_connectors.pool.invalid_blocks import SpoiltBlocks
+from kvpp_connectors.pool.invalid_blocks import InvalidBlocks
 from kvpp_connectors.pool.keys import Namespace
 from kvpp_connectors.pool.lookup import Lookup
-from kvpp_connectors.pool.messages import BlockJob, PoolStep
-from kvpp_connectors.pool.requests import Tracked
+from kvpp_connectors.pool.messages import BlockJob, Life, PoolStep
+from kvpp_connectors.pool.requests import RequestState, RequestTable
+from kvpp_connectors.vllm_api.scheduler_output import read_step
 
 __all__ = ["PoolScheduler"]
 
@@ -29,15 +30,11 @@ class PoolScheduler:
         self._facts = facts
         self._lookup = lookup
         self._namespace: Namespace | None = None
-        self._found: dict[str, int] = {}  # tokens that were there locally when the pool was asked
-        self._tried: set[str] = set()  # requests with a load: one that failed would fail again
-        self._requests: dict[str, Any] = {}  # vLLM's requests that have blocks and are not over
-        self._tracked: dict[str, Tracked] = {}
-        self._spoilt = SpoiltBlocks(facts.block_size)
-        self._local: dict[str, int] = {}  # tokens that a waiting request has locally
+        self._requests = RequestTable()
+        self._invalid = InvalidBlocks(facts.block_size)
         self._loads: list[BlockJob] = []
         self._saves: list[BlockJob] = []
-        self._ended: list[str] = []
+        self._ended: list[Life] = []
         self._step = 0
         self._patience = facts.options.lookup_wait_s  # left in this step, for all its lookups
 
@@ -52,55 +49,46 @@ class PoolScheduler:
 
     def external_tokens(self, request: Any, computed: int) -> int | None:
         """Tokens beyond ``computed`` that the pool has; None: not known yet."""
-        self._local[request.request_id] = computed
-        if request.request_id in self._tried:
-            return 0
-        keys = self._keys_beyond(request, computed)
+        state = self._admit(request)
+        state.local_tokens = computed
+        keys = [] if state.load_tried else self._keys_beyond(request, computed)
         if not keys:
             return 0
         began = time.monotonic()
-        hit = self._lookup.ask(request.request_id, keys, self._patience)
+        state.lookup = self._lookup.ask(state.lookup, keys, self._patience)
         self._patience = max(0.0, self._patience - (time.monotonic() - began))
-        if hit is None:
+        if (hit := state.lookup.hit) is None:
             return None
         first = computed // self._facts.block_size
         there = (first + hit.blocks) * self._facts.block_size
         # The last token is computed in any case: its output is what the request is for.
         tokens: int = max(0, min(there, request.num_tokens - 1) - computed)
-        self._found[request.request_id] = computed
         return tokens
 
     def allocated(self, request: Any, block_ids: Sequence[int], tokens: int) -> None:
         """Blocks are there; ``tokens`` tokens of them are to come from the pool."""
-        name = request.request_id
-        self._requests[name] = request
-        if (local := self._local.pop(name, None)) is not None:
-            self._spoilt.taken(block_ids[local // self._facts.block_size :])
-        computed = self._found.pop(name, None)
-        if computed is None or not tokens:
-            return
-        self._lookup.forget(name)
-        self._tried.add(name)
-        span = slice(
-            computed // self._facts.block_size, -(-(computed + tokens) // self._facts.block_size)
-        )
-        hashes = tuple(bytes(found) for found in request.block_hashes[span])
-        self._loads.append(BlockJob(name, tuple(block_ids[span]), hashes))
+        state = self._admit(request)
+        if state.local_tokens is None:
+            return  # the blocks beyond an asynchronous load
+        self._invalid.allocated(block_ids[state.local_tokens // self._facts.block_size :])
+        if tokens:
+            self._lookup.forget(state.lookup)
+            state.lookup = None
+            self._loads.append(state.start_load(block_ids, tokens, self._facts.block_size))
+        state.local_tokens = None
 
     def build_step(self, output: Any) -> PoolStep:
         """What the workers do in the step that ``output``, a SchedulerOutput, describes."""
         step = PoolStep(namespace=self._namespace)
-        if self._facts.saves and self._namespace is not None:
-            for name in output.preempted_req_ids or ():
-                self._tried.discard(name)
-                if name in self._tracked:
-                    self._tracked[name].preempted()
-                    step.preempted.append(name)
-            self._follow(output)
+        for name in output.preempted_req_ids or ():
+            if (life := self._requests.preempt(name)) is not None:
+                step.preempted.append(life)
+        self._follow(output)
+        if self._saving:
             self._saves += self._due()
-        step.spoilt = self._spoilt.read_in(output)
         self._step += 1
         self._patience = self._facts.options.lookup_wait_s
+        step.invalid = self._invalid.reported()
         step.loads, self._loads = self._loads, []
         step.saves, self._saves = self._saves, []
         step.ended, self._ended = self._ended, []
@@ -108,30 +96,41 @@ class PoolScheduler:
 
     def finished(self, request: Any, ended_well: bool) -> bool:
         """A request is over; whether its blocks must stay until the workers name it."""
-        name = request.request_id
-        self._lookup.forget(name)
-        self._spoilt.forget(name)
-        self._found.pop(name, None)
-        self._local.pop(name, None)
-        self._tried.discard(name)
-        self._requests.pop(name, None)
-        tracked = self._tracked.pop(name, None)
-        if tracked is None:
+        state = self._requests.remove(request.request_id)
+        if state is None:
             return False
-        if ended_well:
-            rest = tracked.take_rest(self._fillable(request, request.num_computed_tokens))
+        self._lookup.forget(state.lookup)
+        if ended_well and self._saving:
+            filled = self._fillable(request, request.num_computed_tokens)
+            rest = state.take_rest(filled, self._invalid.valid)
             self._saves += [rest] if rest is not None else []
-        if tracked.holds:
-            self._ended.append(name)
-        return tracked.holds
+        if state.holds:
+            self._ended.append(state.life)
+        return state.holds
 
     def failed(self, blocks: Collection[int]) -> None:
         """Loads of these blocks failed, ours or another child's."""
-        self._spoilt.failed(blocks)
+        self._invalid.failed(blocks, (state.blocks for state in self._requests))
 
     def close(self) -> None:
         """End the lookups."""
         self._lookup.close()
+
+    @property
+    def _saving(self) -> bool:
+        return self._facts.saves and self._namespace is not None
+
+    @property
+    def _ended_step(self) -> int:
+        """The last step whose result is known."""
+        return self._step - self._facts.lag
+
+    def _admit(self, request: Any) -> RequestState:
+        known = self._requests.get(request.request_id)
+        state = self._requests.admit(request)
+        if known is not None and known is not state:
+            self._lookup.forget(known.lookup)
+        return state
 
     def _keys_beyond(self, request: Any, computed: int) -> list[tuple[str, ...]]:
         if not self._facts.loads or self._namespace is None:
@@ -145,39 +144,26 @@ class PoolScheduler:
 
     def _follow(self, output: Any) -> None:
         """Learn the blocks and tokens of this step's requests."""
-        scheduled: Mapping[str, int] = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            request = self._requests.get(new.req_id)
-            if request is not None:
-                self._tracked[new.req_id] = Tracked(
-                    new.req_id, request.block_hashes, list(new.block_ids[0]),
-                    done=new.num_computed_tokens // self._facts.block_size,
-                )  # fmt: skip
-                self._fill(request, new.num_computed_tokens, scheduled[new.req_id])
-        cached = output.scheduled_cached_reqs
-        for index, name in enumerate(cached.req_ids):
-            request, tracked = self._requests.get(name), self._tracked.get(name)
-            if request is None or tracked is None:
+        self._invalid.begin_step(self._ended_step)
+        for scheduled in read_step(output).requests:
+            state = self._requests.get(scheduled.request_id)
+            if state is None:
                 continue
-            blocks = cached.new_block_ids[index]
-            if name in cached.resumed_req_ids:
-                tracked.blocks = []
-                tracked.done = cached.num_computed_tokens[index] // self._facts.block_size
-            tracked.blocks += blocks[0] if blocks else []
-            self._fill(request, cached.num_computed_tokens[index], scheduled[name])
+            state.take_blocks(scheduled)
+            computed, new = scheduled.computed_tokens, scheduled.new_tokens
+            self._invalid.check(self._step, state.blocks, computed, new)
+            if self._saving:
+                filled = self._fillable(state.request, computed)
+                prompt = min(computed + new, state.request.num_prompt_tokens)
+                state.scheduled(self._step, filled, max(filled, prompt // self._facts.block_size))
 
     def _due(self) -> list[BlockJob]:
-        size, found = self._facts.block_size, []
-        for name, tracked in self._tracked.items():
-            computed = self._requests[name].num_computed_tokens // size
-            job = tracked.take_due(self._step, self._facts.lag, computed)
+        found = []
+        for state in self._requests:
+            computed = state.request.num_computed_tokens // self._facts.block_size
+            job = state.take_due(self._ended_step, computed, self._invalid.valid)
             found += [job] if job is not None else []
         return found
-
-    def _fill(self, request: Any, computed: int, scheduled: int) -> None:
-        before = self._fillable(request, computed)
-        prompt = min(computed + scheduled, request.num_prompt_tokens) // self._facts.block_size
-        self._tracked[request.request_id].scheduled(self._step, before, max(before, prompt))
 
     def _fillable(self, request: Any, computed: int) -> int:
         """Blocks that ``computed`` tokens fill and that are to be saved.

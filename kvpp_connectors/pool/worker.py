@@ -21,7 +21,7 @@ from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.block_objects import BlockStore, Staging
 from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.keys import Namespace, Shard
-from kvpp_connectors.pool.messages import BlockJob, PoolStep, PoolWorkerFacts
+from kvpp_connectors.pool.messages import BlockJob, Life, PoolStep, PoolWorkerFacts
 from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.recorded import recorded
@@ -74,9 +74,9 @@ class PoolWorker:
         self._layers: StepLoads | None = None
         self._saving = make_executor("kvpp-pool-save", device=device)
         self._loading = make_executor("kvpp-pool-load", device=device)
-        self._saves: dict[str, list[_Save]] = {}  # by request, until it is over
+        self._saves: dict[Life, list[_Save]] = {}  # until it is over
         self._loads: list[_Load] = []
-        self._ended: set[str] = set()
+        self._ended: set[Life] = set()
         self._invalid_blocks: set[int] = set()
 
     def register(self, layers: Mapping[str, Any]) -> PoolWorkerFacts:
@@ -120,7 +120,7 @@ class PoolWorker:
     def start(self, step: PoolStep) -> None:
         """Start this step's saves and loads; loads that the step needs end here."""
         self._ended |= set(step.ended)
-        self._invalid_blocks |= set(step.spoilt)
+        self._invalid_blocks |= set(step.invalid)
         if step.namespace is None:
             return
         for job in step.saves:
@@ -142,9 +142,9 @@ class PoolWorker:
             else:
                 self._note_load(load)
 
-    def release(self, preempted: Collection[str]) -> None:
+    def release(self, preempted: Collection[Life]) -> None:
         """Return when no save reads a block of these requests any more."""
-        running = [save.copied for name in preempted for save in self._saves.get(name, ())]
+        running = [save.copied for life in preempted for save in self._saves.get(life, ())]
         _, late = wait(running, self._facts.options.hold_timeout_s)
         if late:
             self._stats.trouble(
@@ -153,8 +153,8 @@ class PoolWorker:
                 f"{self._facts.options.hold_timeout_s:g} s; waiting on",
             )
             wait(late)
-        for name in preempted:
-            self._saves.pop(name, None)
+        for life in preempted:
+            self._saves.pop(life, None)
 
     def finished(self) -> tuple[set[str], set[str], set[str]]:
         """Requests that are saved, whose load has ended, and whose load has failed.
@@ -162,17 +162,17 @@ class PoolWorker:
         A request is held until its objects are in the store, not only until they are copied: an
         engine that is idle has saved everything, and one that holds a request goes on stepping.
         """
-        sent = {name for name in self._ended if self._is_saved(name)}
-        self._ended -= sent
-        for name in sent:
-            self._saves.pop(name, None)
+        saved = {life for life in self._ended if self._is_saved(life)}
+        self._ended -= saved
+        for life in saved:
+            self._saves.pop(life, None)
         received, failed = set(), set()
         for load in [load for load in self._loads if load.outcomes.done()]:
             self._loads.remove(load)
             received.add(load.job.request_id)
             if self._note_load(load):
                 failed.add(load.job.request_id)
-        return sent, received, failed
+        return {life.request_id for life in saved}, received, failed
 
     def take_invalid_blocks(self) -> set[int]:
         """Local blocks that were to be filled and are not, since the last call."""
@@ -247,7 +247,7 @@ class PoolWorker:
             self._saving.submit(save),
             "a save into the pool ended with an error; its blocks are not in it",
         )
-        self._saves.setdefault(job.request_id, []).append(_Save(copied, ended))
+        self._saves.setdefault(job.life, []).append(_Save(copied, ended))
 
     def _given(self) -> torch.Event | None:
         """Behind what the accelerator was given until now: it may use blocks that were freed."""
@@ -273,15 +273,11 @@ class PoolWorker:
         """Ranks that keep the same bytes share the work of saving them, by block."""
         if self._owns_shard:
             return job
-        mine = [
-            (block, found)
-            for block, found in zip(job.blocks, job.hashes, strict=True)
-            if block % self._position.group_size == self._position.group_rank
-        ]
-        return BlockJob(job.request_id, tuple(b for b, _ in mine), tuple(h for _, h in mine))
+        rank, ranks = self._position.group_rank, self._position.group_size
+        return job.where(lambda block, _: block % ranks == rank)
 
-    def _is_saved(self, name: str) -> bool:
-        return all(save.ended.done() for save in self._saves.get(name, ()))
+    def _is_saved(self, life: Life) -> bool:
+        return all(save.ended.done() for save in self._saves.get(life, ()))
 
     def _note_load(self, load: _Load) -> bool:
         """Wait for its end, and remember blocks that were not loaded; whether there are any."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.lookup import Lookup, PendingLookup
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
 from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind, new_client
@@ -30,6 +30,7 @@ class Served:
         self._stats = PoolStats("scheduler")
         self._guard: GuardedBackend | None = None
         self._lookup: Lookup | None = None
+        self._asked: dict[str, PendingLookup] = {}
 
     def connect(self) -> None:
         """And name memory, which a scheduler's backend must not hand on."""
@@ -79,7 +80,8 @@ class Served:
         """A lookup as the scheduler sees it: blocks hit, what shortened it, seconds it took."""
         assert self._lookup is not None
         started = time.monotonic()
-        hit = self._lookup.ask(request, blocks, wait_s)
+        asked = self._asked[request] = self._lookup.ask(self._asked.get(request), blocks, wait_s)
+        hit = asked.hit
         took_s = time.monotonic() - started
         return [hit and hit.blocks, hit and hit.shortened_by, took_s]
 

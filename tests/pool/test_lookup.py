@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from kvpp_connectors.pool.lookup import Hit, Lookup
+from kvpp_connectors.pool.lookup import Blocks, Hit, Lookup, PendingLookup
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
 from tests.pool.scripted import ScriptedBackend
@@ -24,6 +25,32 @@ def blocks(name: str, count: int) -> list[tuple[str, ...]]:
 
 def keys(name: str, count: int) -> set[str]:
     return {key for block in blocks(name, count) for key in block}
+
+
+class Lookups:
+    """A Lookup, and what requests asked of it, by name."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        self._lookup = Lookup(*arguments, **more)
+        self._asked: dict[str, PendingLookup] = {}
+
+    def ask(self, name: str, blocks: Blocks, wait_s: float = 0.0) -> Hit | None:
+        """As the scheduler does."""
+        asked = self._asked[name] = self._lookup.ask(self._asked.get(name), blocks, wait_s)
+        return asked.hit
+
+    def forget(self, name: str) -> None:
+        """As the scheduler does."""
+        self._lookup.forget(self._asked.pop(name, None))
+
+    @property
+    def waiting(self) -> int:
+        """As of the Lookup."""
+        return self._lookup.waiting
+
+    def close(self) -> None:
+        """As of the Lookup."""
+        self._lookup.close()
 
 
 @pytest.fixture
@@ -49,15 +76,15 @@ def stats() -> PoolStats:
 
 
 @pytest.fixture
-def lookup(backend: ScriptedBackend, stats: PoolStats) -> Iterator[Lookup]:
-    opened = Lookup(backend.exist, stats, deadline_s=WAIT_S)
+def lookup(backend: ScriptedBackend, stats: PoolStats) -> Iterator[Lookups]:
+    opened = Lookups(backend.exist, stats, deadline_s=WAIT_S)
     yield opened
     opened.close()
 
 
 @pytest.mark.parametrize("there", [0, 1, 7, 63, 64, 65, 399, 400])
 def test_the_longest_prefix_of_whole_blocks_is_hit(
-    lookup: Lookup, backend: ScriptedBackend, there: int
+    lookup: Lookups, backend: ScriptedBackend, there: int
 ) -> None:
     backend.keys = keys("p", there)
     hit = lookup.ask("r", blocks("p", 400), WAIT_S)
@@ -65,12 +92,12 @@ def test_the_longest_prefix_of_whole_blocks_is_hit(
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_block_needs_every_shard(lookup: Lookup, backend: ScriptedBackend, shard: str) -> None:
+def test_a_block_needs_every_shard(lookup: Lookups, backend: ScriptedBackend, shard: str) -> None:
     backend.keys = keys("p", 5) - {f"p2@{shard}"}
     assert lookup.ask("r", blocks("p", 5), WAIT_S) == Hit(2, f"p2@{shard}")
 
 
-def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookup, backend: ScriptedBackend) -> None:
+def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookups, backend: ScriptedBackend) -> None:
     """Field report 6.2: keys = blocks x shards, in one batch, none asked again."""
     backend.keys = keys("p", 64)
     for _ in range(5):
@@ -79,7 +106,7 @@ def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookup, backend: Script
 
 
 def test_equal_prompts_that_wait_together_ask_each_key_once(
-    lookup: Lookup, backend: ScriptedBackend, stats: PoolStats
+    lookup: Lookups, backend: ScriptedBackend, stats: PoolStats
 ) -> None:
     entered, gate = gated(backend)
     backend.keys = keys("p", 20)
@@ -96,7 +123,7 @@ def test_equal_prompts_that_wait_together_ask_each_key_once(
 
 
 def test_a_long_prompt_that_misses_early_asks_no_further(
-    lookup: Lookup, backend: ScriptedBackend
+    lookup: Lookups, backend: ScriptedBackend
 ) -> None:
     """Asking grants leases: what will not be loaded must not be pinned."""
     assert lookup.ask("r", blocks("p", 10_000), WAIT_S) == Hit(0, "p0@pp0r0")
@@ -108,7 +135,7 @@ def test_the_scheduler_is_never_held_longer_than_it_says(
 ) -> None:
     gate = threading.Event()
     backend.gate = lambda: gate.wait(WAIT_S)
-    lookup = Lookup(backend.exist, stats, deadline_s=0.3)
+    lookup = Lookups(backend.exist, stats, deadline_s=0.3)
     started = time.monotonic()
     assert lookup.ask("r", blocks("p", 4)) is None
     assert time.monotonic() - started < 0.2
@@ -128,7 +155,7 @@ def test_the_scheduler_is_never_held_longer_than_it_says(
     lookup.close()
 
 
-def lookup_until(lookup: Lookup, name: str, expected: Hit) -> None:
+def lookup_until(lookup: Lookups, name: str, expected: Hit) -> None:
     """The thread may still be in its late call at first."""
     ends = time.monotonic() + WAIT_S
     while lookup.ask(name, blocks("p", 4), WAIT_S) != expected:
@@ -140,14 +167,14 @@ def test_what_is_known_at_the_deadline_counts(backend: ScriptedBackend, stats: P
     backend.keys = keys("p", 300)
     gate = threading.Event()
     backend.gate = lambda: len(backend.asked) < 2 or gate.wait(WAIT_S)
-    lookup = Lookup(backend.exist, stats, deadline_s=0.5, batch_keys=30)
+    lookup = Lookups(backend.exist, stats, deadline_s=0.5, batch_keys=30)
     assert lookup.ask("r", blocks("p", 300), WAIT_S) == Hit(10, "the lookup's deadline passed")
     gate.set()
     lookup.close()
 
 
 def test_a_broken_pool_is_a_miss_counted_and_logged_once(
-    lookup: Lookup, backend: ScriptedBackend, stats: PoolStats, caplog: pytest.LogCaptureFixture
+    lookup: Lookups, backend: ScriptedBackend, stats: PoolStats, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.down = "unavailable (code -900)"
     for number in range(10):
@@ -161,7 +188,7 @@ def test_a_broken_pool_is_a_miss_counted_and_logged_once(
 
 
 def test_a_request_asks_anew_when_forgotten_or_longer(
-    lookup: Lookup, backend: ScriptedBackend
+    lookup: Lookups, backend: ScriptedBackend
 ) -> None:
     backend.keys = keys("p", 2)
     assert lookup.ask("r", blocks("p", 2), WAIT_S) == Hit(2)
@@ -174,7 +201,7 @@ def test_a_request_asks_anew_when_forgotten_or_longer(
     assert lookup.ask("r", blocks("p", 9), WAIT_S) == Hit(0, "p0@pp0r0")
 
 
-def test_no_blocks_and_no_keys_never_hit(lookup: Lookup, backend: ScriptedBackend) -> None:
+def test_no_blocks_and_no_keys_never_hit(lookup: Lookups, backend: ScriptedBackend) -> None:
     assert lookup.ask("empty", [], WAIT_S) == Hit(0)
     hit = lookup.ask("no shards", [(), ()], WAIT_S)
     assert hit is not None and hit.blocks == 0 and hit.shortened_by
@@ -185,7 +212,7 @@ def test_close_answers_those_who_wait_and_all_who_come_later(
     backend: ScriptedBackend, stats: PoolStats
 ) -> None:
     entered, gate = gated(backend)
-    lookup = Lookup(backend.exist, stats, deadline_s=WAIT_S)
+    lookup = Lookups(backend.exist, stats, deadline_s=WAIT_S)
     assert lookup.ask("r", blocks("p", 1)) is None
     assert entered.wait(WAIT_S)
     closer = threading.Thread(target=lookup.close)
@@ -201,7 +228,7 @@ def test_a_refusal_by_the_breaker_is_an_answer_at_once(stats: PoolStats) -> None
     def refuse(_: object) -> list[bool]:
         raise PoolUnavailable("the pool is left alone for now")
 
-    lookup = Lookup(refuse, stats, deadline_s=WAIT_S)
+    lookup = Lookups(refuse, stats, deadline_s=WAIT_S)
     assert lookup.ask("r", blocks("p", 2), WAIT_S) == Hit(0, "the pool is left alone for now")
     lookup.close()
 
@@ -211,7 +238,7 @@ def test_a_hit_is_asked_for_anew_once_it_may_have_been_evicted(
 ) -> None:
     """A request may wait for blocks for minutes; the store keeps what was found for seconds."""
     now = [100.0]
-    opened = Lookup(backend.exist, stats, deadline_s=WAIT_S, clock=lambda: now[0])
+    opened = Lookups(backend.exist, stats, deadline_s=WAIT_S, clock=lambda: now[0])
     try:
         backend.keys = keys("a", 3)
         assert opened.ask("r", blocks("a", 3), WAIT_S) == Hit(3)

@@ -37,13 +37,13 @@ class StandInRequest:
     block_hashes: list[bytes] = field(default_factory=lambda: [bytes([n] * 8) for n in range(6)])
 
 
-def facts(**options: Any) -> PoolFacts:
+def facts(saves: bool = True, **options: Any) -> PoolFacts:
     """An engine of one rank that loads and saves."""
     return PoolFacts(
         options=PoolOptions(lookup_deadline_s=5.0, lookup_wait_s=1.0, **options),
         extra={},
         loads=True,
-        saves=True,
+        saves=saves,
         block_size=BLOCK,
         heads_split_over=1,
         device_type="cpu",
@@ -105,6 +105,35 @@ def output(
     )
 
 
+def test_a_block_that_another_request_computes_anew_is_saved_when_that_has_ended(
+    scheduler: PoolScheduler, pool: StandInPool
+) -> None:
+    """A load fails, and both requests of the step have its blocks; vLLM lets the second one go on
+    counting them, for the first computes them in the next step."""
+    first, second = StandInRequest("first"), StandInRequest("second")
+    tokens = scheduler.external_tokens(first, 0)
+    assert tokens == 4 * BLOCK
+    scheduler.allocated(first, [*range(10, 17)], tokens)
+    assert scheduler.external_tokens(second, 6 * BLOCK) == 0
+    scheduler.allocated(second, [*range(10, 16), 20], 0)
+    new = [
+        SimpleNamespace(req_id="first", block_ids=([*range(10, 17)],), num_computed_tokens=64),
+        SimpleNamespace(req_id="second", block_ids=([*range(10, 16), 20],), num_computed_tokens=96),
+    ]
+    scheduler.build_step(output(new, first=36, second=4))
+    scheduler.failed([12])
+    first.num_computed_tokens, second.num_computed_tokens = 2 * BLOCK, 6 * BLOCK
+    again: list[Any] = [("first", 2 * BLOCK, []), ("second", 6 * BLOCK, [])]
+    step = scheduler.build_step(output((), again, first=100 - 2 * BLOCK, second=4))
+    assert [(job.request_id, job.blocks) for job in step.saves] == [("second", (10, 11))]
+    first.num_computed_tokens = second.num_computed_tokens = 100
+    step = scheduler.build_step(output())
+    assert [(job.request_id, job.blocks) for job in step.saves] == [
+        ("first", (12, 13, 14, 15)),
+        ("second", (12, 13, 14, 15)),
+    ]
+
+
 def first_step(scheduler: PoolScheduler, request: StandInRequest) -> Any:
     """Ask, allocate, and schedule the rest of the prompt; what the workers are told."""
     tokens = scheduler.external_tokens(request, 0)
@@ -124,7 +153,7 @@ def test_what_the_pool_has_is_loaded_and_the_rest_is_saved(scheduler: PoolSchedu
     assert scheduler.finished(request, ended_well=True)
     last = scheduler.build_step(output())
     assert [job.blocks for job in last.saves] == [(14, 15)]
-    assert last.ended == ["r"]
+    assert [life.request_id for life in last.ended] == ["r"]
     assert not scheduler.build_step(output()).ended
 
 
@@ -156,9 +185,62 @@ def test_a_preempted_request_may_load_again_and_saves_nothing_of_before(
     request = StandInRequest()
     first_step(scheduler, request)
     step = scheduler.build_step(output(preempted=["r"]))
-    assert step.preempted == ["r"]
+    assert [life.request_id for life in step.preempted] == ["r"]
     assert not step.saves
     assert scheduler.external_tokens(request, 0) == 4 * BLOCK
+
+
+def test_an_engine_that_only_loads_asks_again_after_a_preemption(pool: StandInPool) -> None:
+    """A kv_consumer: its pool has what the preemption took away."""
+    half = PoolScheduler(facts(saves=False), Lookup(pool.exist, PoolStats("test"), 5.0))
+    half.use(NAMESPACE)
+    try:
+        request = StandInRequest()
+        assert len(first_step(half, request).loads) == 1
+        half.build_step(output(preempted=["r"]))
+        assert half.external_tokens(request, 0) == 4 * BLOCK
+        half.allocated(request, list(range(20, 27)), 4 * BLOCK)
+        (load,) = half.build_step(output()).loads
+        assert load.blocks == (20, 21, 22, 23)
+    finally:
+        half.close()
+
+
+def test_an_id_that_is_used_again_starts_a_new_life(scheduler: PoolScheduler) -> None:
+    """2.4: whatever the first request has left, also where its end was never told."""
+    lives = []
+    for _ in range(3):
+        request = StandInRequest()
+        step = first_step(scheduler, request)
+        lives += [step.loads[0].life]
+        assert scheduler.external_tokens(request, 0) == 0, "it has had its load"
+    assert len(set(lives)) == 3 and {life.request_id for life in lives} == {"r"}
+    assert not scheduler.finished(request, ended_well=False)
+    assert not scheduler.finished(request, ended_well=False)
+
+
+def test_an_answer_that_comes_after_its_request_counts_for_no_other(pool: StandInPool) -> None:
+    """2.4: the id has gone to a request with another prompt."""
+    gate = threading.Event()
+
+    def exist(keys: Sequence[str]) -> list[bool]:
+        assert gate.wait(20)
+        return pool.exist(keys)
+
+    half = PoolScheduler(facts(), Lookup(exist, PoolStats("test"), 20.0))
+    half.use(NAMESPACE)
+    try:
+        assert half.external_tokens(StandInRequest(), 0) is None
+        other = StandInRequest(block_hashes=[bytes([n] * 8) for n in range(90, 96)])
+        half.build_step(output())
+        assert half.external_tokens(other, 0) is None
+        gate.set()
+        half.build_step(output())
+        assert half.external_tokens(other, 0) == 0
+        assert not half.finished(other, ended_well=False)
+    finally:
+        gate.set()
+        half.close()
 
 
 def test_a_preempted_request_that_ends_is_reported_once(scheduler: PoolScheduler) -> None:

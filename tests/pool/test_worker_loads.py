@@ -19,7 +19,7 @@ from tests.core.rank_memory import RankMemory, uneven_model
 from tests.pool.master import wait_until
 from tests.pool.stores import MemCacheStandInStore
 from tests.safety.faulty_store import FaultyStore
-from tests.safety.layer_pool import NAMESPACE, job_of
+from tests.safety.layer_pool import NAMESPACE, job_of, life_of
 from tests.safety.pool_worker import pool_worker
 
 MODES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def store(tmp_path: Path, memory: RankMemory) -> Iterator[FaultyStore]:
     store = FaultyStore(opened.backend)
     for layerwise in (False, True):
         with pool_worker(store, memory, kvpp=False, use_layerwise=layerwise) as worker:
-            worker.start(PoolStep(namespace=NAMESPACE, saves=[job_of(BLOCKS)], ended=["r"]))
+            worker.start(PoolStep(namespace=NAMESPACE, saves=[job_of(BLOCKS)], ended=[life_of()]))
             wait_until(partial(_has_saved, worker), PATIENCE, "saved")
     yield store
     opened.close()

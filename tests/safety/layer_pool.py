@@ -11,7 +11,7 @@ import torch
 
 from kvpp_connectors.pool.block_objects import Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
-from kvpp_connectors.pool.messages import BlockJob
+from kvpp_connectors.pool.messages import BlockJob, Life
 from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
 from kvpp_connectors.pool.packing import Inventory
 from kvpp_connectors.pool.store.base import Backend
@@ -22,15 +22,20 @@ from tests.pool.test_keys import BASE, KVPP
 from tests.pool.test_packing import caches_of
 from tests.safety.faulty_store import FaultyStore
 
-__all__ = ["NAMESPACE", "LayerPool", "job_of", "layer_pool", "layer_stores"]
+__all__ = ["NAMESPACE", "LayerPool", "job_of", "layer_pool", "layer_stores", "life_of"]
 
 NAMESPACE = Namespace(BASE, KVPP)
 STAGING = 1 << 20  # bytes
 
 
+def life_of(name: str = "r", number: int = 0) -> Life:
+    """A life of a request; the first unless told otherwise."""
+    return Life(name, number)
+
+
 def job_of(blocks: Sequence[int], name: str = "r") -> BlockJob:
     """A request's blocks; each has the hash of its number."""
-    return BlockJob(name, tuple(blocks), tuple(bytes([block] * 32) for block in blocks))
+    return BlockJob(life_of(name), tuple(blocks), tuple(bytes([block] * 32) for block in blocks))
 
 
 def layer_stores(backend: Backend, memory: RankMemory) -> LayerStores:

@@ -64,7 +64,7 @@ MUTATIONS = [
     Mutation(
         "S1", "a request's blocks are free while its saves wait",
         "kvpp_connectors/pool/scheduler.py",
-        "        return tracked.holds\n", "        return False\n",
+        "        return state.holds\n", "        return False\n",
         f"{S01}::test_blocks_in_use_are_nobody_elses_until_their_last_user_ends",
     ),
     Mutation(
@@ -99,8 +99,8 @@ MUTATIONS = [
     Mutation(
         "S2", "an aborted request that holds nothing is answered for",
         "kvpp_connectors/pool/scheduler.py",
-        "        if tracked.holds:\n            self._ended.append(name)\n",
-        "        self._ended.append(name)\n",
+        "        if state.holds:\n            self._ended.append(state.life)\n",
+        "        self._ended.append(state.life)\n",
         f"{S02}::test_an_aborted_request_is_freed_once_whenever_its_client_leaves",
     ),
     Mutation(
@@ -262,15 +262,30 @@ MUTATIONS = [
     Mutation(
         "S9", "workers do not hear of preempted requests",
         "kvpp_connectors/pool/scheduler.py",
-        "                    step.preempted.append(name)\n", "",
+        "                step.preempted.append(life)\n", "                pass\n",
         f"{S09}::test_preempted_requests_are_saved_from_their_own_blocks_or_not_at_all",
     ),
     Mutation(
         "S9", "a preempted request is saved from blocks that were its own",
         "kvpp_connectors/pool/requests.py",
-        "        self._filled.clear()\n        self.blocks, self.done, self.holds = [], 0, False\n",
-        "        self.holds = False\n",
+        "        self.blocks, self._loaded, self._offered, self._computed = [], range(0), 0, 0\n"
+        "        self._filled.clear()\n\n",
+        "\n",
         "tests/pool/test_tracking.py::test_nothing_of_a_preempted_request_is_told",
+    ),
+    Mutation(
+        "S9", "a block is saved while another request computes it anew",
+        "kvpp_connectors/pool/invalid_blocks.py",
+        "                self._rewritten[block] = step\n", "",
+        "tests/pool/test_scheduler.py"
+        "::test_a_block_that_another_request_computes_anew_is_saved_when_that_has_ended",
+    ),
+    Mutation(
+        "S9", "a life of a request is taken for another of the same id",
+        "kvpp_connectors/pool/worker.py",
+        "self._saves.setdefault(job.life, [])",
+        "self._saves.setdefault(Life(job.request_id, 0), [])",
+        f"{S09}::test_saves_of_an_ended_life_and_of_the_next_are_counted_apart",
     ),
     Mutation(
         "S10", "a slot is refilled while its last reader still reads",

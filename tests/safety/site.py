@@ -19,7 +19,7 @@ from kvpp_connectors.p2p.transfer_params import (
     make_params,
     read_offer,
 )
-from kvpp_connectors.pool.lookup import Hit, Lookup
+from kvpp_connectors.pool.lookup import Hit, Lookup, PendingLookup
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from tests.contract.launches import engine_config
 from tests.safety.workers import (
@@ -105,18 +105,20 @@ class StandInLookup(Lookup):
         self.later = 0
 
     def ask(
-        self, request_id: str, blocks: Sequence[Sequence[str]], wait_s: float = 0.0
-    ) -> Hit | None:
+        self, known: PendingLookup | None, blocks: Sequence[Sequence[str]], wait_s: float = 0.0
+    ) -> PendingLookup:
         """The longest prefix in the store."""
+        found = PendingLookup(tuple(tuple(keys) for keys in blocks), 0.0)
         if self.later:
             self.later -= 1
-            return None
+            return found
         hit = 0
         while hit < len(blocks) and all(key in self._store for key in blocks[hit]):
             hit += 1
-        return Hit(hit)
+        found.hit = Hit(hit)
+        return found
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, known: PendingLookup | None) -> None:
         """Nothing is remembered."""
 
     def close(self) -> None:
@@ -292,10 +294,7 @@ class Site:
         assert not self.live
         assert self.freed == Counter(self._expected.keys())
         if self._pool is not None:
-            pool = self._pool
-            assert not (
-                pool._tracked or pool._requests or pool._found or pool._tried or pool._local
-            )
+            assert not len(self._pool._requests)
         if self._pd is not None and self.kind.pd == "kv_consumer":
             assert not (self._pd._offers or self._pd._pulling or self.courier.kept)
 

@@ -138,7 +138,7 @@ def test_without_kvpp_a_step_starts_when_every_layer_is_loaded(layer: int, tmp_p
     store, job = FaultyStore(MemCacheStandInStore(tmp_path).backend), job_of(ACTIVE)
     with pool_worker(store, memory, kvpp=False, use_layerwise=True) as worker:
         worker.start(PoolStep(NAMESPACE, saves=[job]))
-        worker.release(["r"])
+        worker.release([job.life])
         wanted = components_of(memory, *caches)
         memory.store_owned(2)
         memory.store_drafts(2)

@@ -27,7 +27,7 @@ from tests.pool.stores import MemCacheStandInStore, Store
 from tests.pool.test_keys import BASE, KVPP
 from tests.pool.test_packing import expected
 from tests.safety.faulty_store import FaultyStore, What
-from tests.safety.layer_pool import job_of
+from tests.safety.layer_pool import job_of, life_of
 from tests.safety.pool_worker import pool_worker
 from tests.safety.site import Kind, Launch, Site
 from tests.safety.workers import BLOCK, Ending
@@ -62,8 +62,8 @@ def test_blocks_are_given_up_when_no_save_reads_them_any_more(
     ):
         worker.start(PoolStep(space, saves=[FIRST, SECOND]))
         assert held.reached.wait(PATIENCE)
-        worker.release(["nobody", "other"])  # nothing reads theirs
-        released = scheduler.submit(worker.release, ["r"])
+        worker.release([life_of("nobody"), life_of("other")])  # nothing reads theirs
+        released = scheduler.submit(worker.release, [life_of()])
         try:
             with pytest.raises(TimeoutError):
                 released.result(EARLY)
@@ -72,7 +72,7 @@ def test_blocks_are_given_up_when_no_save_reads_them_any_more(
         released.result(PATIENCE)
         memory.store_owned(2)  # whoever got the blocks
         memory.store_drafts(2)
-        worker.start(PoolStep(space, saves=[OTHER], ended=["other"]))
+        worker.start(PoolStep(space, saves=[OTHER], ended=[life_of("other")]))
         wait_until(lambda: worker.finished()[0] == {"other"}, PATIENCE, "the last save")
         inventory = Inventory.kept(memory.placement)
         lost = [FIRST.blocks[1]] if then == "fail" else []
@@ -83,6 +83,29 @@ def test_blocks_are_given_up_when_no_save_reads_them_any_more(
                 if block not in lost:
                     wanted = expected(inventory, block, writer=0).numpy().tobytes()
                     assert store.read(key)[HEADER_BYTES:] == wanted
+
+
+def test_saves_of_an_ended_life_and_of_the_next_are_counted_apart(
+    tmp_path: Path, memory: RankMemory
+) -> None:
+    """An id is used again while the saves of its first request are under way."""
+    faulty = FaultyStore(MemCacheStandInStore(tmp_path).backend)
+    space = Namespace(BASE, KVPP)
+    held = faulty.inject("hold", "put", space.block_key(SECOND.hashes[0], SHARD))
+    again = replace(SECOND, life=life_of("r", 1))
+    with pool_worker(faulty, memory, kvpp=True) as worker, ThreadPoolExecutor(1) as scheduler:
+        worker.start(PoolStep(space, saves=[FIRST], ended=[FIRST.life]))
+        worker.start(PoolStep(space, saves=[again]))
+        wait_until(lambda: worker.finished()[0] == {"r"}, PATIENCE, "the end of the first life")
+        assert held.reached.wait(PATIENCE)
+        released = scheduler.submit(worker.release, [again.life])
+        try:
+            with pytest.raises(TimeoutError):
+                released.result(EARLY)
+        finally:
+            held.open()
+        released.result(PATIENCE)
+        assert worker.finished()[0] == set()
 
 
 def test_a_save_has_read_its_blocks_when_it_says_so(
@@ -108,9 +131,9 @@ def test_a_save_that_ends_with_an_error_holds_nobody(tmp_path: Path, memory: Ran
     space = Namespace(BASE, KVPP)
     beyond = job_of([2, 99])  # no such block
     with pool_worker(faulty, memory, kvpp=True) as worker:
-        worker.start(PoolStep(space, saves=[beyond], ended=["r"]))
-        worker.release(["r"])
-        worker.start(PoolStep(space, saves=[beyond], ended=["r"]))
+        worker.start(PoolStep(space, saves=[beyond], ended=[life_of()]))
+        worker.release([life_of()])
+        worker.start(PoolStep(space, saves=[beyond], ended=[life_of()]))
         wait_until(lambda: worker.finished()[0] == {"r"}, PATIENCE, "the end of the request")
 
 

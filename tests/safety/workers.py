@@ -15,7 +15,7 @@ from typing import Any
 from kvpp_connectors.p2p.fetcher import Pull
 from kvpp_connectors.p2p.messages import StepMetadata
 from kvpp_connectors.pool.keys import Namespace
-from kvpp_connectors.pool.messages import BlockJob, PoolStep
+from kvpp_connectors.pool.messages import BlockJob, Life, PoolStep
 
 __all__ = ["BLOCK", "Content", "Ending", "StandInStore", "StandInWorkers", "contents", "next_token"]
 
@@ -59,6 +59,11 @@ class _Transfer:
     what: BlockJob | Pull
     is_save: bool = False
 
+    @property
+    def life(self) -> Life | None:
+        """Of a save or a load."""
+        return self.what.life if isinstance(self.what, BlockJob) else None
+
 
 @dataclass(slots=True)
 class Told:
@@ -81,7 +86,7 @@ class StandInWorkers:
         self._memory: dict[int, list[Content]] = {}
         self._by_hash: dict[bytes, tuple[Content, ...]] = {}
         self._transfers: list[_Transfer] = []
-        self._ended: set[str] = set()
+        self._ended: set[Life] = set()
         self._extra_saves: dict[str, int] = {}
         self._namespace: Namespace | None = None
 
@@ -119,10 +124,10 @@ class StandInWorkers:
             if position in ending.good or position in ending.bad:
                 self._transfers.remove(transfer)
                 self._end(transfer, position in ending.good, told)
-        saving = {transfer.request_id for transfer in self._transfers if transfer.is_save}
-        for name in sorted(self._ended - saving):
-            self._ended.remove(name)
-            told.sent.append(name)
+        saving = {transfer.life for transfer in self._transfers if transfer.is_save}
+        for life in sorted(self._ended - saving):
+            self._ended.remove(life)
+            told.sent.append(life.request_id)
         told.sent = [name for name in told.sent if not self._more_savers(name)]
 
     def forward(self, request: Any, blocks: Sequence[int], computed: int, scheduled: int,
@@ -144,9 +149,9 @@ class StandInWorkers:
 
     def _start_pool(self, step: PoolStep, told: Told, fail: bool) -> None:
         self._namespace = step.namespace or self._namespace
-        told.invalid |= set(step.spoilt)
-        for name in step.preempted:  # the worker waits until nothing reads their blocks
-            for save in [t for t in self._transfers if t.is_save and t.request_id == name]:
+        told.invalid |= set(step.invalid)
+        for life in step.preempted:  # the worker waits until nothing reads their blocks
+            for save in [t for t in self._transfers if t.is_save and t.life == life]:
                 self._transfers.remove(save)
                 self._end(save, True, told)
         self._transfers += [_Transfer(job.request_id, job, True) for job in step.saves]

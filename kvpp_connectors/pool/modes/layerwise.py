@@ -20,7 +20,7 @@ from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.recorded import recorded
-from kvpp_connectors.pool.store.base import NOT_RUN, Backend, Outcome
+from kvpp_connectors.pool.store.base import NOT_RUN, Backend, Outcome, PoolUnavailable
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
 from kvpp_core.trace import Lane, SpanRecorder
@@ -40,7 +40,7 @@ class LayerStores:
         spans: SpanRecorder,
     ) -> None:
         """Bind the caches; see BlockStore."""
-        self._spans = spans
+        self._backend, self._spans = backend, spans
         self._stores = {
             layer: BlockStore(backend, CacheBlocks(caches, inventory.of_layer(layer)), staging)
             for layer in inventory.layers
@@ -59,18 +59,27 @@ class LayerStores:
         return self._recorded(Lane.LOAD, layer, lambda: self._stores[layer].load(objects))
 
     def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
-        """Save all layers of a job's blocks, then the marks of those that are whole."""
+        """Save all layers of the blocks that have no mark, then the marks of those that are
+        whole."""
+        marks = {found: namespace.commit_key(found, shard) for found in job.hashes}
+        marked = self._there(list(marks.values()))
+        job = job.where(lambda _, found: marks[found] not in marked)
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
             objects = job.objects(_key_of(namespace, shard, layer))
             outcomes = self._recorded(Lane.SAVE, layer, partial(store.save, objects))
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
-        keys = [
-            namespace.commit_key(found, shard)
-            for found, is_whole in zip(job.hashes, whole, strict=True)
-            if is_whole
-        ]
+        keys = [marks[found] for found, is_whole in zip(job.hashes, whole, strict=True) if is_whole]
         next(iter(self._stores.values())).mark(keys)
+
+    def _there(self, keys: Sequence[str]) -> set[str]:
+        """Those that the store has; none where it cannot be asked: the saves say why then."""
+        try:
+            return {
+                key for key, there in zip(keys, self._backend.exist(keys), strict=True) if there
+            }
+        except PoolUnavailable:
+            return set()
 
     def _recorded(
         self, lane: Lane, layer: LayerId, move: Callable[[], list[Outcome]]
