@@ -19,7 +19,7 @@ from tests.core.rank_memory import RankMemory, uneven_model
 from tests.pool.master import wait_until
 from tests.pool.stores import MemCacheStandInStore
 from tests.safety.faulty_store import FaultyStore
-from tests.safety.layer_pool import NAMESPACE, job_of
+from tests.safety.layer_pool import NAMESPACE, job_of, life_of
 from tests.safety.pool_worker import pool_worker
 
 SECOND = torch.device("cuda", 1)
@@ -102,7 +102,7 @@ def test_every_thread_of_a_pool_uses_the_workers_device(
     opened = MemCacheStandInStore(tmp_path)
     options: dict[str, Any] = {"use_layerwise": layerwise}
     with pool_worker(FaultyStore(opened.backend), memory, False, SECOND, **options) as worker:
-        worker.start(PoolStep(namespace=NAMESPACE, saves=[job_of([1])], ended=["r"]))
+        worker.start(PoolStep(namespace=NAMESPACE, saves=[job_of([1])], ended=[life_of()]))
         wait_until(partial(_has_saved, worker), PATIENCE, "saved")
         worker.start(PoolStep(namespace=NAMESPACE, loads=[job_of([1])]))
         assert worker.take_invalid_blocks() == set()
