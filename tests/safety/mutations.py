@@ -202,7 +202,7 @@ MUTATIONS = [
     Mutation(
         "S6", "a block is marked as whole although a layer was not saved",
         "kvpp_connectors/pool/modes/layerwise.py",
-        "            if is_whole\n", "",
+        ", strict=True) if is_whole]", ", strict=True)]",
         f"{S06}::test_a_block_of_which_any_layer_was_not_saved_ends_the_hit",
     ),
     Mutation(
