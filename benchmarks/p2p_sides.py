@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from kvpp_connectors.connector.transfer_engine import TransferEngine
-    from kvpp_connectors.p2p.fetcher import PullResult
+    from kvpp_connectors.p2p.messages import PullResult
     from kvpp_connectors.p2p.protocol import Description, Reply, Request, WorkerAddress
     from kvpp_connectors.p2p.transfer_params import Offer
 
@@ -108,7 +108,7 @@ class DecodeRank:
         self, offer: Offer, ticket: bytes | None = None, group: Sequence[WorkerAddress] = ()
     ) -> None:
         """Begin a pull."""
-        from kvpp_connectors.p2p.fetcher import Pull
+        from kvpp_connectors.p2p.messages import Pull
 
         named = {} if ticket is None else {"ticket": ticket}
         shape = self._shape

@@ -1,14 +1,47 @@
-"""How options are complained of: each key by name, and what is expected there."""
+"""Reading a connector's options, and what is said of a key that is wrong."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-__all__ = ["complaints", "nearest"]
+from kvpp_connectors.log import get_logger
+from kvpp_core.errors import KvppError
+
+__all__ = ["complaints", "log_idle_keys", "nearest", "read_extra_config"]
+
+logger = get_logger(__name__)
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+def read_extra_config(
+    model: type[Options], extra: Mapping[str, Any], path: str, idle: Mapping[str, str]
+) -> Options:
+    """A connector's ``kv_connector_extra_config`` as typed options.
+
+    Args:
+        model: the options.
+        extra: what the launch gives.
+        path: where it stands in the launch.
+        idle: keys that other packages' connectors know and that decide nothing here, with why.
+
+    Raises:
+        KvppError: names each key that is unknown or has a wrong value, and what is expected.
+    """
+    try:
+        return model.model_validate({k: v for k, v in extra.items() if k not in idle})
+    except ValidationError as error:
+        raise KvppError(complaints(error, model, path, tuple(idle))) from error
+
+
+def log_idle_keys(extra: Mapping[str, Any], idle: Mapping[str, str]) -> None:
+    """Log each idle key that the launch gives. For one process of an engine."""
+    for key in sorted(idle.keys() & extra.keys()):
+        logger.info("kv_connector_extra_config.%s decides nothing: %s", key, idle[key])
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -5,11 +5,14 @@ vLLM creates the worker and the connector independently; the worker puts down he
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvpp_connectors.connector.names import SWITCH
+from kvpp_connectors.connector.transfer_engine import TransferEngine
+from kvpp_connectors.log import get_logger
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import RankLayout
@@ -21,9 +24,12 @@ __all__ = [
     "LayerLoads",
     "layer_loads",
     "offer_layer_loads",
+    "process_engine",
     "publish",
     "published",
 ]
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +58,25 @@ class LayerLoads(Protocol):
 
 
 class _Process:
-    """What the parts of this process have put down."""
+    """What the parts of this process share: the only state of a module in this package."""
 
     def __init__(self) -> None:
         self.facts = KvppFacts()
         self.loads: LayerLoads | None = None
+        self.engine: TransferEngine | None = None
+        self.making_engine = threading.Lock()
 
 
 _PROCESS = _Process()
 
 
 def publish(facts: KvppFacts) -> None:
-    """The worker's word, before connectors are made."""
+    """To be called by the worker, before connectors are made."""
     _PROCESS.facts = facts
 
 
 def published(vllm_config: Any) -> KvppFacts:
-    """The worker's word, for a connector of this launch.
+    """What this process's worker laid out, for a connector of this launch.
 
     Raises:
         KvppError: the launch has KVPP on, and another package's: what it keeps is not known here.
@@ -85,10 +93,28 @@ def published(vllm_config: Any) -> KvppFacts:
 
 
 def offer_layer_loads(loads: LayerLoads | None) -> None:
-    """The connector's word: these loads have to end before their layers are broadcast."""
+    """To be called by a connector: these loads have to end before their layers are broadcast."""
     _PROCESS.loads = loads
 
 
 def layer_loads() -> LayerLoads | None:
-    """The connector's word; None where no connector loads inside a step."""
+    """What a connector offered; None where none loads inside a step."""
     return _PROCESS.loads
+
+
+def process_engine(host: str, protocol: str) -> TransferEngine:
+    """The one transfer engine of this process, made at the first call.
+
+    Raises:
+        KvppError: it cannot start, or was started with another protocol.
+    """
+    with _PROCESS.making_engine:
+        if _PROCESS.engine is None:
+            _PROCESS.engine = TransferEngine(host, protocol)
+            logger.info("transfer engine %s over %s", _PROCESS.engine.session, protocol)
+        elif _PROCESS.engine.protocol != protocol:
+            raise KvppError(
+                f"this process already transfers over {_PROCESS.engine.protocol}, not {protocol}: "
+                "give all connectors one protocol"
+            )
+        return _PROCESS.engine

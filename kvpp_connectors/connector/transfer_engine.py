@@ -12,23 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpp_connectors.engine.ascend.caches import ALIGNMENT
+from kvpp_connectors.connector.host import endpoint
 from kvpp_connectors.log import get_logger
 from kvpp_core.errors import KvppError
 
 __all__ = [
+    "ALIGNMENT",
     "PROTOCOLS",
     "SETTINGS",
     "Read",
     "TransferEngine",
     "default_protocol",
-    "process_engine",
     "set_environment",
 ]
 
 logger = get_logger(__name__)
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
+ALIGNMENT = 2 << 20  # bytes: HCCS and RDMA transfers of NPUs want addresses at multiples of 2 MiB
 _ALIGNMENTS = {"ascend": ALIGNMENT}  # of what is registered
 SETTINGS = {
     "MC_LOG_LEVEL": "ERROR",
@@ -69,7 +70,8 @@ class TransferEngine:
     """One engine: registers memory and reads from peers. Reads may come from several threads."""
 
     def __init__(self, host: str, protocol: str) -> None:
-        set_environment(SETTINGS, protocol)
+        ipv6 = {"MC_USE_IPV6": "1"} if ":" in host else {}
+        set_environment(SETTINGS | ipv6, protocol)
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:
@@ -85,7 +87,7 @@ class TransferEngine:
                 f"Mooncake's Transfer Engine did not start on {host} with {protocol} (code {code})"
             )
         self.protocol = protocol
-        self.session = f"{host}:{self._engine.get_rpc_port()}"
+        self.session = endpoint(host, self._engine.get_rpc_port())
         self._registered: dict[int, int] = {}  # address -> bytes
         self._registering = threading.Lock()  # a pool connects on a thread of its own
 
@@ -129,35 +131,3 @@ class TransferEngine:
         """True: done. False: failed, and nothing is written any more. None: in flight."""
         state = self._engine.transfer_check_status(handle)
         return None if state == 0 else state == 1
-
-
-class _Process:
-    """The engine of this process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._engine: TransferEngine | None = None
-
-    def get(self, host: str, protocol: str) -> TransferEngine:
-        with self._lock:
-            if self._engine is None:
-                self._engine = TransferEngine(host, protocol)
-                logger.info("transfer engine %s over %s", self._engine.session, protocol)
-            elif self._engine.protocol != protocol:
-                raise KvppError(
-                    f"this process already transfers over {self._engine.protocol}, not {protocol}: "
-                    "give all connectors one protocol"
-                )
-            return self._engine
-
-
-_PROCESS = _Process()
-
-
-def process_engine(host: str, protocol: str) -> TransferEngine:
-    """The one engine of this process, made at the first call.
-
-    Raises:
-        KvppError: it cannot start, or was started with another protocol.
-    """
-    return _PROCESS.get(host, protocol)

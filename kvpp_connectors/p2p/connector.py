@@ -11,10 +11,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
 from kvpp_connectors.connector.caches import cache_plan
 from kvpp_connectors.connector.facts import rank_position
+from kvpp_connectors.connector.options import log_idle_keys
 from kvpp_connectors.connector.process import published
 from kvpp_connectors.p2p.facts import p2p_facts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
+from kvpp_connectors.p2p.options import IDLE_KEYS
 from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
 from kvpp_connectors.p2p.worker import WorkerSide
@@ -39,6 +41,7 @@ class MooncakeConnectorV2(ConnectorShell):
             plan = cache_plan(kv_cache_config, published(vllm_config).layout)
             self._worker = WorkerSide(facts, rank_position(), plan, _over_pcp)
             return
+        log_idle_keys(vllm_config.kv_transfer_config.kv_connector_extra_config, IDLE_KEYS)
         if facts.produces:
             self._prefill = PrefillScheduler(facts)
         if facts.consumes:

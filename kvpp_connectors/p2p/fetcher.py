@@ -9,7 +9,6 @@ blocks any more, and not before: its blocks may be handed out again at once.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +19,9 @@ import torch
 from kvpp_connectors.connector.threads import log_error, make_executor
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.lease_client import PullFailed, ReaderLease
+from kvpp_connectors.p2p.messages import Pull, PullResult
 from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
 from kvpp_connectors.p2p.protocol import (
-    TICKET,
     Describe,
     Description,
     Region,
@@ -34,34 +33,9 @@ from kvpp_connectors.p2p.read_window import Outcome, ReadEngine, read_all
 from kvpp_connectors.p2p.rpc import PeerUnreachable, ask_once
 from kvpp_connectors.p2p.transfer_params import Offer
 
-__all__ = ["Pull", "PullResult", "Puller", "PullerSettings"]
+__all__ = ["Puller", "PullerSettings"]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """One request's KV to fetch: ``remote_blocks[i]`` of the offer into ``local_blocks[i]``."""
-
-    request_id: str
-    offer: Offer
-    remote_blocks: tuple[int, ...]
-    local_blocks: tuple[int, ...]
-    # Names this pull among the ranks of the engine, and proves that its scheduler made it.
-    ticket: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET), repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class PullResult:
-    """How a pull ended. ``problem`` is None if every block holds the request's KV."""
-
-    pull: Pull
-    problem: str | None
-    reason: str  # one word, for counters
-    bytes: int = 0  # from prefill
-    seconds: float = 0.0
-    shared_bytes: int = 0  # from other ranks of this engine
-    shares_not_taken: int = 0  # of other ranks, which came from prefill after all
 
 
 @dataclass(frozen=True, slots=True)

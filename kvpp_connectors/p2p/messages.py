@@ -1,7 +1,10 @@
-"""What the two halves of the connector tell each other inside one engine, step by step."""
+"""What the two halves of the connector tell each other inside one engine: orders, step by step,
+and how each ended.
+"""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -9,10 +12,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
 )
 
-from kvpp_connectors.p2p.fetcher import Pull
-from kvpp_connectors.p2p.protocol import WorkerAddress
+from kvpp_connectors.p2p.protocol import TICKET, WorkerAddress
+from kvpp_connectors.p2p.transfer_params import Offer
 
-__all__ = ["StepMetadata", "WorkerHandshake"]
+__all__ = ["Pull", "PullResult", "StepMetadata", "WorkerHandshake"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One request's KV to fetch: ``remote_blocks[i]`` of the offer into ``local_blocks[i]``."""
+
+    request_id: str
+    offer: Offer
+    remote_blocks: tuple[int, ...]
+    local_blocks: tuple[int, ...]
+    # Names this pull among the ranks of the engine, and proves that its scheduler made it.
+    ticket: bytes = field(default_factory=lambda: secrets.token_bytes(TICKET), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PullResult:
+    """How a pull ended. ``problem`` is None if every block holds the request's KV."""
+
+    pull: Pull
+    problem: str | None
+    reason: str  # one word, for counters
+    bytes: int = 0  # from prefill
+    seconds: float = 0.0
+    shared_bytes: int = 0  # from other ranks of this engine
+    shares_not_taken: int = 0  # of other ranks, which came from prefill after all
 
 
 @dataclass

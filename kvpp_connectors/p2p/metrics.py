@@ -1,4 +1,4 @@
-"""The P/D connector's counters in vLLM's log and at its Prometheus endpoint."""
+"""The P/D connector's counters: of its worker, in vLLM's log, at its Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-__all__ = ["P2pConnectorStats", "P2pPromMetrics"]
+from kvpp_connectors.connector.stats import ConnectorStats
+from kvpp_connectors.p2p.messages import PullResult
+
+__all__ = ["P2pConnectorStats", "P2pPromMetrics", "P2pStats"]
 
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _COUNTERS = {
@@ -29,34 +29,45 @@ _COUNTERS = {
 }
 
 
+class P2pStats:
+    """Pulls of one interval: how many, bytes from where, seconds, failures by reason."""
+
+    def __init__(self) -> None:
+        self.pulls = 0
+        self.bytes = 0
+        self.shared_bytes = 0
+        self.shares_not_taken = 0
+        self.seconds: list[float] = []
+        self.failures: Counter[str] = Counter()
+
+    def record(self, result: PullResult) -> None:
+        """Count one pull that has ended."""
+        self.shares_not_taken += result.shares_not_taken
+        if result.problem is not None:
+            self.failures[result.reason] += 1
+            return
+        self.pulls += 1
+        self.bytes += result.bytes
+        self.shared_bytes += result.shared_bytes
+        self.seconds.append(result.seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; empty if nothing happened."""
+        if not self.pulls and not self.failures:
+            return {}
+        return {
+            "pulls": self.pulls,
+            "pull_bytes": self.bytes,
+            "pull_shared_bytes": self.shared_bytes,
+            "pull_shares_not_taken": self.shares_not_taken,
+            "pull_seconds": self.seconds,
+            "pull_failures": dict(self.failures),
+        }
+
+
 @dataclass
-class P2pConnectorStats(KVConnectorStats):
+class P2pConnectorStats(ConnectorStats):
     """Counters, seconds of each pull, and failures by reason, of one interval."""
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> P2pConnectorStats | None:
-        """The stats, or None where nothing happened."""
-        stats = cls(data=data)
-        return None if stats.is_empty() else stats
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.data: dict[str, Any] = {}
-
-    def is_empty(self) -> bool:
-        """Whether nothing happened."""
-        return not any(self.data.values())
-
-    def aggregate(self, other: KVConnectorStats) -> P2pConnectorStats:
-        """Add another interval or worker to this one."""
-        for key, value in other.data.items():
-            if isinstance(value, list):
-                self.data.setdefault(key, []).extend(value)
-            elif isinstance(value, dict):
-                self.data[key] = dict(Counter(self.data.get(key, {})) + Counter(value))
-            else:
-                self.data[key] = self.data.get(key, 0) + value
-        return self
 
     def reduce(self) -> dict[str, int | float]:
         """What one log line says."""

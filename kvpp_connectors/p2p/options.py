@@ -1,4 +1,4 @@
-"""The settings of MooncakeConnectorV2, from kv_transfer_config to typed values."""
+"""The options of MooncakeConnectorV2, from kv_transfer_config to typed values."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kvpp_connectors.connector.host import own_host
-from kvpp_connectors.connector.options import nearest
+from kvpp_connectors.connector.host import is_every_interface, own_host
+from kvpp_connectors.connector.options import read_extra_config
 from kvpp_core.errors import KvppError
 
-__all__ = ["KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]
+__all__ = ["IDLE_KEYS", "KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]
 
 KEY_VARIABLE = "KVPP_P2P_KEY"
 LEAST_KEY = 16  # bytes
-# Keys of the first MooncakeConnector on Ascend, which this one learns from its peer instead.
-_NOT_NEEDED = ("prefill", "decode", "use_ascend_direct")
+# Keys of the first MooncakeConnector on Ascend.
+IDLE_KEYS = {
+    "prefill": "sizes are learnt from the peer",
+    "decode": "sizes are learnt from the peer",
+    "use_ascend_direct": "protocol says which transport is used",
+}
 
 
 class P2pOptions(BaseModel):
@@ -67,6 +71,13 @@ class P2pOptions(BaseModel):
         description=f"file with a key shared by all nodes; or the variable {KEY_VARIABLE}",
     )
 
+    @field_validator("host")
+    @classmethod
+    def _one_interface(cls, host: str | None) -> str | None:
+        if host is not None and is_every_interface(host):
+            raise ValueError("all interfaces, which no peer can connect to: give one address")
+        return host if host is None else host.strip("[] ")
+
 
 def read_options(extra: Mapping[str, Any], path: str = "kv_connector_extra_config") -> P2pOptions:
     """The options, checked.
@@ -74,10 +85,7 @@ def read_options(extra: Mapping[str, Any], path: str = "kv_connector_extra_confi
     Raises:
         KvppError: names each key that is unknown or has a wrong value, and what is expected.
     """
-    try:
-        return P2pOptions.model_validate({k: v for k, v in extra.items() if k not in _NOT_NEEDED})
-    except ValidationError as error:
-        raise KvppError("; ".join(_complaint(path, detail) for detail in error.errors())) from error
+    return read_extra_config(P2pOptions, extra, path, IDLE_KEYS)
 
 
 def read_key(options: P2pOptions) -> bytes | None:
@@ -104,12 +112,3 @@ def read_key(options: P2pOptions) -> bytes | None:
 def listening_host(options: P2pOptions) -> str:
     """The address to bind and to publish: never all interfaces."""
     return options.host or own_host()
-
-
-def _complaint(path: str, detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
-        return f"{path}.{key}: there is no such key. {nearest(key, tuple(P2pOptions.model_fields))}"
-    field = P2pOptions.model_fields.get(key)
-    expected = f" Expected: {field.description}." if field else ""
-    return f"{path}.{key} = {detail['input']!r}: {detail['msg']}.{expected}"

@@ -14,6 +14,7 @@ from contextlib import closing
 
 import zmq
 
+from kvpp_connectors.connector.host import endpoint
 from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.protocol import (
@@ -145,7 +146,7 @@ class ControlClient:
     """Asks one endpoint. Not for several threads at once."""
 
     def __init__(self, host: str, port: int, key: bytes | None, timeout: float) -> None:
-        self.name = f"{host}:{port}"
+        self.name = endpoint(host, port)
         self._address = _address(host, port)
         self._timeout = timeout
         self._codec = Codec(key)
@@ -220,4 +221,4 @@ def ask_once(
 
 
 def _address(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{endpoint(host, port)}"

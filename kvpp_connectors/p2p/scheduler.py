@@ -12,11 +12,10 @@ from typing import Any
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.facts import P2pFacts
-from kvpp_connectors.p2p.fetcher import Pull
 from kvpp_connectors.p2p.heartbeat import Courier
 from kvpp_connectors.p2p.judge import judge
 from kvpp_connectors.p2p.lease import LeaseBook
-from kvpp_connectors.p2p.messages import WorkerHandshake
+from kvpp_connectors.p2p.messages import Pull, WorkerHandshake
 from kvpp_connectors.p2p.protocol import (
     Reply,
     Request,

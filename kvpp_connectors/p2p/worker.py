@@ -13,15 +13,13 @@ import torch
 
 from kvpp_connectors.connector.caches import CachePlan, kept_rows, single_tensors, storages
 from kvpp_connectors.connector.facts import RankPosition
-from kvpp_connectors.connector.transfer_engine import (
-    TransferEngine,
-    default_protocol,
-    process_engine,
-)
+from kvpp_connectors.connector.process import process_engine
+from kvpp_connectors.connector.transfer_engine import TransferEngine, default_protocol
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.facts import P2pFacts
-from kvpp_connectors.p2p.fetcher import Puller, PullerSettings, PullResult
-from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
+from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
+from kvpp_connectors.p2p.messages import PullResult, StepMetadata, WorkerHandshake
+from kvpp_connectors.p2p.metrics import P2pStats
 from kvpp_connectors.p2p.peer_sharing import Sharing
 from kvpp_connectors.p2p.protocol import (
     Describe,
@@ -35,7 +33,6 @@ from kvpp_connectors.p2p.protocol import (
 )
 from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.rpc import ControlServer
-from kvpp_connectors.p2p.stats import P2pStats
 
 __all__ = ["WorkerSide"]
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from kvpp_connectors.engine.ascend.caches import ALIGNMENT
+from kvpp_connectors.connector.transfer_engine import ALIGNMENT
 from kvpp_connectors.pool.keys import FORMAT_VERSION
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, PoolUnavailable, Result

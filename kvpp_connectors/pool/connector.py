@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
 from kvpp_connectors.connector.facts import local_device, rank_position
 from kvpp_connectors.connector.host import own_host
+from kvpp_connectors.connector.options import log_idle_keys
 from kvpp_connectors.connector.process import published
-from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.facts import name_objects, pool_facts
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import PoolStep, PoolWorkerFacts
@@ -24,8 +24,6 @@ from kvpp_connectors.pool.store.resilient import GuardedBackend
 from kvpp_connectors.pool.worker import PoolWorker
 
 __all__ = ["AscendStoreConnector"]
-
-logger = get_logger(__name__)
 
 
 class AscendStoreConnector(ConnectorShell):
@@ -57,8 +55,7 @@ class AscendStoreConnector(ConnectorShell):
         self._backend = self._connect(None)
         lookup = Lookup(self._backend.exist, self._stats, self._facts.options.lookup_deadline_s)
         self._scheduler = PoolScheduler(self._facts, lookup)
-        for key in sorted(IDLE_KEYS.keys() & self._facts.extra.keys()):
-            logger.info("kv_connector_extra_config.%s decides nothing: %s", key, IDLE_KEYS[key])
+        log_idle_keys(self._facts.extra, IDLE_KEYS)
 
     # Scheduler half ---------------------------------------------------------------------------
 

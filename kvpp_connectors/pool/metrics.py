@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+from kvpp_connectors.connector.stats import ConnectorStats
 
 __all__ = ["PoolConnectorStats", "PoolPromMetrics"]
 
@@ -17,31 +15,8 @@ _UNITS = {"bytes": ("bytes", 1), "us": ("seconds", 1e-6)}
 
 
 @dataclass
-class PoolConnectorStats(KVConnectorStats):
+class PoolConnectorStats(ConnectorStats):
     """Counters of one interval, by the names of PoolStats."""
-
-    @classmethod
-    def of(cls, counts: dict[str, int]) -> PoolConnectorStats | None:
-        """The stats, or None where nothing happened."""
-        stats = cls(data={name: count for name, count in counts.items() if count})
-        return None if stats.is_empty() else stats
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.data: dict[str, Any] = {}
-
-    def is_empty(self) -> bool:
-        """Whether nothing happened."""
-        return not self.data
-
-    def aggregate(self, other: KVConnectorStats) -> PoolConnectorStats:
-        """Add another interval or worker to this one."""
-        self.data = dict(Counter(self.data) + Counter(other.data))
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        """What one log line says."""
-        return dict(self.data)
 
 
 class PoolPromMetrics(KVConnectorPromMetrics):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from kvpp_connectors.connector.options import complaints
-from kvpp_core.errors import KvppError
+from kvpp_connectors.connector.options import read_extra_config
 
 __all__ = ["IDLE_KEYS", "PoolOptions", "loads_blocks", "read_pool_options"]
 
@@ -100,7 +99,4 @@ def read_pool_options(
     Raises:
         KvppError: names each key that is unknown or has a wrong value, and what is expected.
     """
-    try:
-        return PoolOptions.model_validate({k: v for k, v in extra.items() if k not in IDLE_KEYS})
-    except ValidationError as error:
-        raise KvppError(complaints(error, PoolOptions, path, tuple(IDLE_KEYS))) from error
+    return read_extra_config(PoolOptions, extra, path, IDLE_KEYS)

@@ -184,6 +184,7 @@ def test_it_fits_the_message_that_carries_it_whatever_the_path() -> None:
     assert differences(identity("a; revision=b"), identity("a")) == ["name"]
 
 
+@pytest.mark.process
 def test_every_process_finds_the_same() -> None:
     """Sets have another order in each; what has an address in its text is refused."""
     code = (

@@ -7,7 +7,8 @@ import threading
 from typing import Any, Literal
 from unittest import mock
 
-from kvpp_connectors.connector.transfer_engine import Read, process_engine
+from kvpp_connectors.connector.process import process_engine
+from kvpp_connectors.connector.transfer_engine import Read
 from kvpp_connectors.p2p.protocol import Confirm, Reply, Request
 from kvpp_connectors.p2p.rpc import ControlClient
 from tests.engine.faults import WorkerFaults

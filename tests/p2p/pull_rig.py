@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
-from kvpp_connectors.p2p.fetcher import Pull, Puller, PullerSettings, PullResult
+from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
+from kvpp_connectors.p2p.messages import Pull, PullResult
 from kvpp_connectors.p2p.protocol import Description
 from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.read_window import ReadEngine

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.p2p.fetcher import Pull
-from kvpp_connectors.p2p.messages import WorkerHandshake
+from kvpp_connectors.p2p.messages import Pull, WorkerHandshake
 from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
 from tests.p2p.sides import BLOCK_SIZE, engine_facts, eventually, listening, request

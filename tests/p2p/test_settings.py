@@ -72,7 +72,7 @@ def test_ranks_and_ports_come_from_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"lease_second": 5}, ["lease_second", "there is no such key", "lease_seconds"]),
+        ({"lease_second": 5}, ["lease_second", "there is no key 'lease_second'", "lease_seconds"]),
         ({"lease_seconds": 0}, ["lease_seconds = 0", "greater than 0", "how long prefill"]),
         ({"window": 0, "threads": 100}, ["window = 0", "threads = 100"]),
         ({"protocol": "infiniband"}, ["protocol = 'infiniband'", "'tcp', 'rdma' or 'ascend'"]),

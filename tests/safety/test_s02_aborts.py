@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from kvpp_connectors.p2p.fetcher import Pull
+from kvpp_connectors.p2p.messages import Pull
 from kvpp_connectors.p2p.protocol import Confirm, Open, Reply, Request
 from kvpp_connectors.p2p.rpc import ControlClient
 from tests.p2p.conftest import Machine

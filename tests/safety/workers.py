@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpp_connectors.p2p.fetcher import Pull
-from kvpp_connectors.p2p.messages import StepMetadata
+from kvpp_connectors.p2p.messages import Pull, StepMetadata
 from kvpp_connectors.pool.keys import Namespace
 from kvpp_connectors.pool.messages import BlockJob, Life, PoolStep
 

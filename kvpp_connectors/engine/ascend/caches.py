@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from kvpp_connectors.connector.caches import layer_name, part_name
+from kvpp_connectors.connector.transfer_engine import ALIGNMENT
 from kvpp_core.bundles import Component
 from kvpp_core.errors import PlanError
 from kvpp_core.layout import RankLayout
 
 __all__ = ["ALIGNMENT", "aligned_buffer", "components_of", "raw_tensors"]
-
-ALIGNMENT = 2 << 20  # bytes: HCCS and RDMA transfers want addresses at multiples of 2 MiB
 
 
 def components_of(name: str, spec: Any, layer: Any) -> tuple[Component, ...]:

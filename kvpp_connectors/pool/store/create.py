@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.connector.transfer_engine import default_protocol, process_engine
+from kvpp_connectors.connector.process import process_engine
+from kvpp_connectors.connector.transfer_engine import default_protocol
 from kvpp_connectors.pool.store.base import Backend
 from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
 from kvpp_connectors.pool.store.mooncake import MooncakeBackend

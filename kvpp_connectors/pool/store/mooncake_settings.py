@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from kvpp_connectors.connector.host import is_every_interface
 from kvpp_connectors.connector.options import complaints
 from kvpp_core.errors import KvppError
 
@@ -30,7 +31,6 @@ _VARIABLES = {
 }
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
-_EVERY_INTERFACE = ("0.0.0.0", "::", "[::]", "*")
 
 
 def read_bytes(text: str) -> int | None:
@@ -98,7 +98,7 @@ class MooncakeSettings(BaseModel):
                 f"global_segment_size = {self.global_segment_size}: Mooncake refuses segments "
                 f"under {LEAST_SEGMENT} bytes (16 MiB); give 0 or more than that"
             )
-        if self.local_hostname in _EVERY_INTERFACE:
+        if self.local_hostname and is_every_interface(self.local_hostname):
             raise ValueError(
                 f"local_hostname = {self.local_hostname!r} means every interface; "
                 "give one address of this host"
