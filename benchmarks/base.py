@@ -1,7 +1,7 @@
-"""What every benchmark gives: figures, and a record of where and how they were taken.
+"""The base of all benchmarks: their figures, and records of where and how these were taken.
 
-A benchmark is a command that measures `Figures` and hands them to `conclude`. The figures are a
-dataclass whose fields are lists of rows; a `Record` of them is what `--json` prints, for all alike.
+A benchmark is a command that measures `Figures` and passes them to `conclude`. `--json` prints a
+`Record` of them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "Run",
     "Table",
     "conclude",
+    "curves_of",
     "extent",
     "rich_table",
     "whole_numbers",
@@ -42,7 +43,7 @@ __all__ = [
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
 _WIDTH = 140  # columns, where the output is not a terminal
-_FORMATS = ("--json", "--markdown")  # say how to print, not what to measure
+_FORMATS = ("--json", "--markdown")  # options that do not change the figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,60 +62,68 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Ratios over what they depend on."""
+    """Ratios over the x axis."""
 
     label: str
-    points: tuple[tuple[float, Spread], ...]
+    points: tuple[tuple[float, Spread], ...]  # x, ratio
+
+
+def curves_of(points: Iterable[tuple[str, float, Spread]]) -> tuple[Curve, ...]:
+    """Curves of points (label, x, ratio), by label in order of appearance."""
+    curves: dict[str, list[tuple[float, Spread]]] = {}
+    for label, x, ratio in points:
+        curves.setdefault(label, []).append((float(x), ratio))
+    return tuple(Curve(label, tuple(of)) for label, of in curves.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What is drawn of a benchmark: curves over one axis."""
+    """The picture of a benchmark: curves over one axis."""
 
     title: str
-    across: str  # the axis: what it is, and its unit
-    up: str  # which ratio
+    x_label: str  # with the unit
+    y_label: str  # the ratio
     curves: tuple[Curve, ...]
-    log_across: bool = False
+    log_x: bool = False
 
 
 class Figures(ABC):
-    """What one benchmark measured: a dataclass whose fields are lists of rows."""
+    """Figures of one benchmark: a dataclass whose fields are lists of rows."""
 
     __slots__ = ()
 
     @abstractmethod
     def tables(self) -> list[Table]:
-        """The figures, to be read."""
+        """The figures as tables."""
 
     @abstractmethod
     def summary(self) -> str:
-        """The main ratios in a line."""
+        """The main ratios as one line."""
 
     def picture(self) -> Picture | None:
-        """What is drawn, if anything is."""
+        """The picture of the ratios, if there is one."""
         return None
 
     def problems(self) -> list[str]:
-        """Results that are wrong, whatever time they took."""
+        """Wrong results; times are none."""
         return []
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a benchmark: where, when and how."""
+    """Where, when and how a benchmark ran."""
 
     name: str
-    command: str  # that measures the same again
+    command: str  # repeats the run
     machine: Machine
     commit: str | None  # None outside of a checkout
     date: str  # UTC, at the start
-    seconds: float  # it took
-    load_before: float  # processes that ran or waited to, over a minute
+    seconds: float  # of the whole run
+    load_before: float  # load average of a minute
     load_after: float
 
     def header(self) -> str:
-        """Where, when and with what this was taken, in one line of Markdown."""
+        """The run as one line of Markdown."""
         commit = f", commit {self.commit}" if self.commit else ""
         return (
             f"Taken with `{self.command}` in {self.seconds:.0f} s on {self.date}{commit}; "
@@ -135,7 +144,7 @@ def conclude(
     name: str, measure: Callable[[], Figures], as_json: bool, as_markdown: bool = False
 ) -> None:
     """Measure and print. Exit code 1 if a result is wrong."""
-    commit, date = read_commit(), _now()  # before anybody edits what is being measured
+    commit, date = read_commit(), _now()  # at the start: the checkout may change meanwhile
     load, started = os.getloadavg()[0], time.perf_counter()
     figures = measure()
     run = Run(
@@ -160,7 +169,7 @@ def conclude(
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers of an option that takes several, with commas between them.
+    """The numbers in an option's comma-separated list.
 
     Raises:
         typer.BadParameter: one of them is not a whole number of at least 1.
@@ -175,7 +184,7 @@ def whole_numbers(option: str, text: str) -> list[int]:
 
 
 def extent(what: str, spreads: Iterable[Spread]) -> str:
-    """From the least to the greatest median, in words."""
+    """The least and the greatest median as text."""
     known = sorted(figure.median for figure in spreads)
     ends = dict.fromkeys(f"{figure:.2f}" for figure in (known[0], known[-1]))
     return f"{what} {' to '.join(ends)}"
@@ -193,13 +202,13 @@ def _print(record: Record, as_markdown: bool) -> None:
 
 
 def wide_console() -> Console:
-    """The terminal, or what a pipe is taken for: wide enough for the tables."""
+    """A console for the tables: wide enough where the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def rich_table(table: Table) -> RichTable:
-    """As a terminal shows it."""
+    """The table for a terminal."""
     shown = RichTable(*table.heads, title=table.title, title_justify="left")
     for row in table.rows:
         shown.add_row(*row)
@@ -207,8 +216,8 @@ def rich_table(table: Table) -> RichTable:
 
 
 def _command(arguments: list[str]) -> str:
-    words = (word for word in arguments if word not in _FORMATS)
-    return shlex.join(["python", "-m", "benchmarks", *words])
+    kept = (argument for argument in arguments if argument not in _FORMATS)
+    return shlex.join(["python", "-m", "benchmarks", *kept])
 
 
 def _now() -> str:

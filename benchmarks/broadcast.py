@@ -16,15 +16,15 @@ from rich.console import Console
 from benchmarks.base import (
     AsJson,
     AsMarkdown,
-    Curve,
     Figures,
     Picture,
     Table,
     conclude,
+    curves_of,
     extent,
     whole_numbers,
 )
-from benchmarks.interleaved import Spread, in_turns, medians, ratio, spread
+from benchmarks.interleaved import Spread, interleave, medians, ratio, spread
 from kvpp_connectors.cli.gloo_ranks import TIMEOUT_S, RanksFailed, run_ranks
 from kvpp_connectors.launch.options import KvppOptions
 
@@ -59,8 +59,13 @@ class BroadcastTiming:
 
     @property
     def case(self) -> str:
-        """The active blocks, in words."""
-        return f"{self.percent}%, {'scattered' if self.scattered else 'one run'}"
+        """The active blocks as text."""
+        return f"{self.percent}%, {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """How the active blocks lie."""
+        return "scattered" if self.scattered else "one run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +96,12 @@ class BroadcastFigures(Figures):
         return extent("auto / best of full and packed", (t.auto_to_best for t in self.timings))
 
     def picture(self) -> Picture:
-        curves = []
-        for mib in dict.fromkeys(t.layer_mib for t in self.timings):
-            for scattered, kind in ((False, "one run"), (True, "scattered")):
-                points = [
-                    (float(t.percent), t.auto_to_raw)
-                    for t in self.timings
-                    if (t.layer_mib, t.scattered) == (mib, scattered)
-                ]
-                curves.append(Curve(f"layer of {mib} MiB, {kind}", tuple(points)))
+        curves = curves_of(
+            (f"layer of {t.layer_mib} MiB, {t.kind}", t.percent, t.auto_to_raw)
+            for t in self.timings
+        )
         title = "One layer's broadcast, in the mode that auto chooses"
-        return Picture(title, "active blocks, % of the pool", "time / raw", tuple(curves))
+        return Picture(title, "active blocks, % of the pool", "time / raw", curves)
 
 
 def bench_broadcast(
@@ -221,7 +221,7 @@ class _Pool:
             self._bundle, history, BroadcastPolicy.AUTO, self._cost, _STAGING_BYTES
         ).value
         slowest = {name: partial(_slowest, way, self._group) for name, way in ways.items()}
-        turns = in_turns(slowest, self._repeats)
+        turns = interleave(slowest, self._repeats)
         for mode in _MODES:
             self._check(mode, partial(send, mode), len(blocks))
         return BroadcastTiming(

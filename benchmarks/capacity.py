@@ -1,7 +1,7 @@
 """`benchmarks capacity`: blocks that fit in the same memory, KVPP off and on, in real engines.
 
-Nothing here is a matter of time: the engines must have the blocks that `kvpp plan` says, to the
-block. docs/performance.md.
+No time is measured: the engines must have exactly as many blocks as `kvpp plan` computes.
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Capacity:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the engines have the blocks of the plan."""
+        """Whether the engines have as many blocks as planned."""
         return (self.off, self.on) == (self.planned_off, self.planned_on)
 
 
@@ -123,7 +123,7 @@ def _count(layers: int, ranks: int, memory: int) -> Capacity:
             way: stack.enter_context(bare_engine(way, _blocks, str(model), ranks, memory))
             for way in SWITCHES
         }
-        (off, block_size), (on, _) = (engines[way].ask(None) for way in ("off", "on"))
+        (off, block_size), (on, _) = (engines[way].call(None) for way in ("off", "on"))
         planned = _plan(model, ranks, memory, block_size)
     return Capacity(
         layers=layers,
@@ -138,13 +138,13 @@ def _count(layers: int, ranks: int, memory: int) -> Capacity:
 
 
 def _blocks(llm: Any, _: None) -> tuple[int, int]:
-    """In the engine's process: its blocks, and the tokens of one."""
+    """In the engine's process: number of blocks, tokens per block."""
     cache = llm.llm_engine.vllm_config.cache_config
     return cache.num_gpu_blocks, cache.block_size
 
 
 def _plan(model: Path, ranks: int, memory: int, block_size: int) -> dict[str, int]:
-    """What `kvpp plan` says."""
+    """The JSON of `kvpp plan`."""
     options = {"model": model, "tp": ranks, "memory": memory, "block-size": block_size}
     command = [sys.executable, "-m", "kvpp_connectors.cli", "plan", "--json"]
     command += [f"--{name}={value}" for name, value in options.items()]

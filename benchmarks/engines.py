@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.worker_process import AskedProcess, answer_all
+from benchmarks.worker_process import WorkerProcess, serve_calls
 from kvpp_connectors.demo.settings import ENVIRONMENT
 
 __all__ = ["SWITCHES", "Engine", "bare_engine"]
 
-# additional_config of engines that are compared: the CPU profile is no part of what is measured.
+# additional_config of engines that are compared. Both have the CPU profile: it is not measured.
 SWITCHES: Mapping[str, dict[str, Any]] = {
     "off": {"kvpp": {"cpu_profile": True}},
     "on": {"enable_kvpp": True},
 }
 
-_TOKENS = 256  # of a step and of a request, in an engine that answers none
+_TOKENS = 256  # of a step and of a request, in an engine that serves none
 
-Answer = Callable[[Any, Any], Any]  # of the engine, to a question
+Answer = Callable[[Any, Any], Any]  # (llm, request) -> the answer to a call
 
 
-class Engine(AskedProcess):
-    """An engine of the demo's kind that answers what ``answer(llm, question)`` returns."""
+class Engine(WorkerProcess):
+    """An engine of the demo's model in a process of its own; calls run ``answer(llm, request)``."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class Engine(AskedProcess):
         prepare: Callable[[], object] | None = None,
         **options: Any,
     ) -> None:
-        """``prepare`` is called in the engine's process before the start; ``options`` are vLLM's.
+        """``prepare`` runs in the engine's process before its start; ``options`` are vLLM's.
 
-        Both functions must be those of a module: the process is spawned.
+        Both functions must be importable: the process is spawned.
         """
         super().__init__(name, _serve, answer, model, dict(environment), prepare, options)
 
 
 def bare_engine(way: str, answer: Answer, model: str, ranks: int, memory: int) -> Engine:
-    """An engine that is only looked at: ``way`` of `SWITCHES`, ``memory`` bytes of KV per rank."""
+    """An engine that serves no request: ``way`` of `SWITCHES`, ``memory`` bytes of KV per rank."""
     return Engine(
         f"the engine with KVPP {way}",
         answer,
@@ -68,11 +68,11 @@ def _serve(
 ) -> None:
     """In the engine's process."""
     os.environ.update(environment)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM's log is no part of the report
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep vLLM's log out of the report
     if prepare is not None:
         prepare()
     from kvpp_connectors.demo.engine import start
 
     llm = start(model, **options)
-    answer_all(parent, lambda question: answer(llm, question))
+    serve_calls(parent, lambda request: answer(llm, request))
     llm.llm_engine.engine_core.shutdown()

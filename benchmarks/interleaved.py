@@ -1,8 +1,7 @@
-"""Ways to do one thing, timed in turns, and how far the turns lie apart.
+"""Interleaved timing of several ways to do one thing, and the spread of the figures.
 
-A turn runs every way once, in an order of its own: whatever comes before a way, and what else the
-machine does meanwhile, meets all of them alike. A ratio is the median over turns of the ratio
-within a turn.
+A turn runs every way once, in random order, so that what ran before and other load on the machine
+affect all ways alike. A ratio is the median over turns of the ratio within a turn.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Spread", "Turns", "Way", "in_turns", "medians", "one_thread", "ratio", "spread"]
+__all__ = ["Spread", "Turns", "Way", "interleave", "medians", "one_thread", "ratio", "spread"]
 
-Way = Callable[[], float | None]  # one that returns seconds has measured itself
-Turns = list[dict[str, float]]  # seconds by way, for each turn
+Way = Callable[[], float | None]  # returns its seconds if it measures itself
+Turns = list[dict[str, float]]  # by turn: seconds by way
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A figure that each turn gave: its median and its quartiles."""
+    """Median and quartiles of a figure over turns."""
 
     median: float
-    low: float  # a quarter of the turns lie below
-    high: float  # a quarter of the turns lie above
+    low: float  # first quartile
+    high: float  # third quartile
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
 
 
-def in_turns(
+def interleave(
     ways: Mapping[str, Way],
     repeats: int,
     between: Callable[[], object] = lambda: None,
     warm_ups: int = 1,
 ) -> Turns:
-    """Time all ways ``repeats`` times, after turns that warm up; ``between`` ends each turn."""
+    """Time all ways in ``repeats`` turns, after ``warm_ups``; ``between`` runs after each turn."""
     turns: Turns = []
     order, chance = list(ways.items()), random.Random(0)
     for _ in range(warm_ups + repeats):
@@ -59,12 +58,12 @@ def medians(turns: Turns) -> dict[str, float]:
 
 
 def ratio(turns: Turns, reference: str, way: str) -> Spread:
-    """How much faster ``way`` is than ``reference``: 2.0 is half the time."""
+    """Speed of ``way`` relative to ``reference``: 2.0 is half the time."""
     return spread(turn[reference] / turn[way] for turn in turns)
 
 
 def spread(figures: Iterable[float]) -> Spread:
-    """The spread of at least one figure."""
+    """Median and quartiles of at least one figure."""
     known = list(figures)
     if len(known) == 1:
         return Spread(known[0], known[0], known[0])
@@ -74,7 +73,7 @@ def spread(figures: Iterable[float]) -> Spread:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One of torch's threads, as a worker has: memcpy is not spread, nobody spins beside us."""
+    """Run torch with one thread, as workers do: it neither spreads copies nor spins beside us."""
     import torch
 
     threads = torch.get_num_threads()

@@ -18,17 +18,17 @@ import typer
 from benchmarks.base import (
     AsJson,
     AsMarkdown,
-    Curve,
     Figures,
     Picture,
     Table,
     conclude,
+    curves_of,
     extent,
     whole_numbers,
 )
-from benchmarks.interleaved import Spread, Way, in_turns, medians, one_thread, ratio
+from benchmarks.interleaved import Spread, Way, interleave, medians, one_thread, ratio
 from benchmarks.p2p_sides import LAYERS, WINDOW, DecodeRank, Shape, Source
-from benchmarks.timeouts import be_patient
+from benchmarks.timeouts import set_long_timeouts
 
 __all__ = ["GroupTiming", "P2pFigures", "P2pTiming", "bench_p2p"]
 
@@ -89,17 +89,12 @@ class P2pFigures(Figures):
         return extent("goodput, pull / raw", (t.pull_to_raw_goodput for t in self.pulls))
 
     def picture(self) -> Picture:
-        curves = []
-        for megabytes in dict.fromkeys(t.megabytes for t in self.pulls):
-            for case in dict.fromkeys(t.case for t in self.pulls):
-                points = [
-                    (float(t.block_kib), t.pull_to_raw_goodput)
-                    for t in self.pulls
-                    if (t.megabytes, t.case) == (megabytes, case)
-                ]
-                curves.append(Curve(f"{megabytes:.0f} MB, {case}", tuple(points)))
+        curves = curves_of(
+            (f"{t.megabytes:.0f} MB, {t.case}", t.block_kib, t.pull_to_raw_goodput)
+            for t in self.pulls
+        )
         title = "A pull over tcp, against the transfer engine alone"
-        return Picture(title, "block, KiB", "goodput / raw", tuple(curves), log_across=True)
+        return Picture(title, "block, KiB", "goodput / raw", curves, log_x=True)
 
     def _pull_rows(self) -> tuple[tuple[str, ...], ...]:
         return tuple(
@@ -144,7 +139,7 @@ def bench_p2p(
 def _time_all(sizes: list[int], repeats: int, group: bool) -> P2pFigures:
     shapes = [shape for size in sizes for shape in _shapes(size)]
     shared = _shapes(sizes[0]) if group else []
-    be_patient()
+    set_long_timeouts()
     with one_thread(), Source(max(shape.pool_bytes for shape in shapes)) as source:
         return P2pFigures(
             [_time_pull(shape, source, repeats) for shape in shapes],
@@ -163,7 +158,7 @@ def _shapes(megabytes: int) -> list[Shape]:
 def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
     with closing(DecodeRank(shape)) as rank:
         ways = _pull_ways(shape, source, rank)
-        turns = in_turns(ways, repeats)
+        turns = interleave(ways, repeats)
         rank.clear()
         ways["pull"]()
         rank.check()
@@ -234,7 +229,7 @@ def _time_group(shape: Shape, source: Source, repeats: int) -> GroupTiming:
             moved[name] = sum(result.bytes for result in results)
             return max(result.seconds for result in results)
 
-        turns = in_turns(
+        turns = interleave(
             {"alone": lambda: both("alone", False), "shared": lambda: both("shared", True)},
             repeats,
         )

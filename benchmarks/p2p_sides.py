@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from benchmarks.timeouts import ANSWER_S
-from benchmarks.worker_process import AskedProcess, answer_all
+from benchmarks.worker_process import WorkerProcess, serve_calls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +66,7 @@ class Shape:
         return LAYERS * self.blocks * self.block
 
 
-class Source(AskedProcess):
+class Source(WorkerProcess):
     """The prefill side, in a process of its own: one for all shapes, its start takes seconds."""
 
     def __init__(self, size: int) -> None:
@@ -75,12 +75,12 @@ class Source(AskedProcess):
 
     def use(self, shape: Shape) -> Description:
         """Lay the caches out anew; what its worker keeps from now on."""
-        description: Description = self.ask(shape)
+        description: Description = self.call(shape)
         return description
 
     def offer(self) -> Offer:
         """A request that is ready to be read."""
-        offer: Offer = self.ask("offer")
+        offer: Offer = self.call("offer")
         return offer
 
 
@@ -233,5 +233,5 @@ class _Prefill:
 
 def _serve(parent: Connection, size: int) -> None:
     prefill = _Prefill(size)
-    answer_all(parent, lambda q: prefill.use(q) if isinstance(q, Shape) else prefill.offer())
+    serve_calls(parent, lambda q: prefill.use(q) if isinstance(q, Shape) else prefill.offer())
     prefill.close()

@@ -1,4 +1,4 @@
-"""The picture of a benchmark: ratios over what they depend on, with their quartiles."""
+"""The picture of a benchmark: curves of ratios with their quartiles, as a PNG file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["draw"]
 
 _COMMAND = "python -m benchmarks report"
 _INCHES = (8.0, 4.5)
-_COLOURS = ("#2f6db5", "#f0a030", "#7d4fa3", "#3f8f5f")  # told apart in print, too
+_COLOURS = ("#2f6db5", "#f0a030", "#7d4fa3", "#3f8f5f")  # distinct in print, too
 _MARKS = ("o", "s", "^", "D")
 _FAINT = "#e3e7ed"
 
@@ -26,12 +26,12 @@ def draw(picture: Picture, path: Path) -> None:
     figure = blank_figure(_COMMAND, *_INCHES)
     axes = figure.subplots()
     for number, curve in enumerate(picture.curves):
-        across = [x for x, _ in curve.points]
+        xs = [x for x, _ in curve.points]
         medians = [ratio.median for _, ratio in curve.points]
         below = [ratio.median - ratio.low for _, ratio in curve.points]
         above = [ratio.high - ratio.median for _, ratio in curve.points]
         axes.errorbar(
-            across,
+            xs,
             medians,
             yerr=(below, above),
             label=curve.label,
@@ -42,7 +42,7 @@ def draw(picture: Picture, path: Path) -> None:
         )
     _scale(axes, picture)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set(title=picture.title, xlabel=picture.across, ylabel=picture.up)
+    axes.set(title=picture.title, xlabel=picture.x_label, ylabel=picture.y_label)
     axes.grid(color=_FAINT)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -50,9 +50,9 @@ def draw(picture: Picture, path: Path) -> None:
 
 
 def _scale(axes: Any, picture: Picture) -> None:
-    """The measured places are the ticks; logarithmic where they are powers."""
+    """Put the x axis' ticks at the measured points; logarithmic if the picture says so."""
     places = sorted({x for curve in picture.curves for x, _ in curve.points})
-    if picture.log_across:
+    if picture.log_x:
         axes.set_xscale("log", base=2)
     axes.set_xticks(places, [f"{place:g}" for place in places])
     axes.minorticks_off()

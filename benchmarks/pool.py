@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,24 +20,24 @@ import typer
 from benchmarks.base import (
     AsJson,
     AsMarkdown,
-    Curve,
     Figures,
     Picture,
     Table,
     conclude,
+    curves_of,
     extent,
 )
 from benchmarks.interleaved import (
     Spread,
     Way,
-    in_turns,
+    interleave,
     medians,
     one_thread,
     ratio,
 )
 from benchmarks.pool_engines import LENGTH, PROMPTS, EngineTiming, time_engines
 from benchmarks.pool_sides import LAYERS, Client, pool
-from benchmarks.timeouts import be_patient
+from benchmarks.timeouts import set_long_timeouts
 
 __all__ = ["PoolFigures", "PoolTiming", "bench_pool"]
 
@@ -87,20 +86,13 @@ class PoolFigures(Figures):
         return f"{saves}; {extent('load / raw', (t.load_to_raw_goodput for t in self.objects))}"
 
     def picture(self) -> Picture:
-        ways: dict[str, Callable[[PoolTiming], Spread]] = {
-            "save": lambda t: t.save_to_raw_goodput,
-            "load": lambda t: t.load_to_raw_goodput,
-        }
-        curves = tuple(
-            Curve(
-                f"{way}, {memory} memory",
-                tuple((float(t.object_kib), of(t)) for t in self.objects if t.memory == memory),
-            )
-            for memory in dict.fromkeys(t.memory for t in self.objects)
-            for way, of in ways.items()
+        curves = curves_of(
+            (f"{way}, {t.memory} memory", t.object_kib, ratio)
+            for t in self.objects
+            for way, ratio in (("save", t.save_to_raw_goodput), ("load", t.load_to_raw_goodput))
         )
         title = "Saving and loading over tcp, against Mooncake alone"
-        return Picture(title, "object, KiB", "goodput / raw", curves, log_across=True)
+        return Picture(title, "object, KiB", "goodput / raw", curves, log_x=True)
 
 
 def bench_pool(
@@ -125,7 +117,7 @@ def bench_pool(
 
 
 def _measure(megabytes: int, repeats: int, engine_repeats: int) -> PoolFigures:
-    be_patient()
+    set_long_timeouts()
     with one_thread():
         return PoolFigures(
             [
@@ -159,7 +151,7 @@ def _time_engines(repeats: int) -> EngineTiming:
 def _time(client: Client, repeats: int, memory: str) -> PoolTiming:
     with closing(client):
         ways = _ways(client)
-        turns = in_turns(ways, repeats, client.remove_new)
+        turns = interleave(ways, repeats, client.remove_new)
         client.clear()
         ways["load"]()
         client.check()

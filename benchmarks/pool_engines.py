@@ -1,8 +1,8 @@
 """`benchmarks pool --engines`: prompts saved and loaded by real engines, ours against vLLM's.
 
-Two engines, each in a process of its own with another connector over one pool, take turns: with new
-prompts, until all is saved; then again and again with the last ones and an empty cache of their
-own, so that all comes from the pool. No KVPP: vLLM's MooncakeStoreConnector does not know it.
+Two engines, each in a process of its own with its own connector, share one pool and alternate: with
+new prompts, until all is saved; then with the last prompts and an empty prefix cache, so that all
+comes from the pool. Without KVPP, which vLLM's MooncakeStoreConnector does not support.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import Engine
-from benchmarks.interleaved import Spread, in_turns, medians, ratio
+from benchmarks.interleaved import Spread, interleave, medians, ratio
+from benchmarks.timeouts import LOOKUPS
 from kvpp_connectors.demo.prompts import greedy, random_tokens
 
 __all__ = ["EngineTiming", "time_engines"]
 
 PROMPTS, LENGTH = 4, 1536  # tokens each
-_IDLE_S = 0.001  # vLLM's loop pauses as long where it computed nothing, so that transfers go on
+_IDLE_S = 0.001  # vLLM's loop pauses as long after a step that computed nothing
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTiming:
-    """Median seconds for all prompts, and how much faster we are within a turn."""
+    """Median seconds for all prompts, and ratios within a turn: above 1 ours is faster."""
 
     ours_new: float  # computed, answered and saved
     vllm_new: float
@@ -42,7 +43,7 @@ def time_engines(master: str, folder: Path, repeats: int) -> EngineTiming:
     """Time both connectors over the pool of ``master``.
 
     Raises:
-        RuntimeError: an engine failed, or loaded other tokens than it should.
+        RuntimeError: an engine failed, or loaded an unexpected number of tokens.
     """
     from kvpp_connectors.demo.model import TinyModel, write_checkpoint
 
@@ -50,8 +51,8 @@ def time_engines(master: str, folder: Path, repeats: int) -> EngineTiming:
     with ExitStack() as stack:
         ours = stack.enter_context(_Engine(model, _ours(master), {}))
         vllms = stack.enter_context(_Engine(model, _VLLMS, _vllms_environment(master, folder)))
-        new = in_turns({"ours_new": ours.new, "vllm_new": vllms.new}, repeats)
-        again = in_turns({"ours_again": ours.again, "vllm_again": vllms.again}, repeats)
+        new = interleave({"ours_new": ours.new, "vllm_new": vllms.new}, repeats)
+        again = interleave({"ours_again": ours.again, "vllm_again": vllms.again}, repeats)
     return EngineTiming(
         **medians(new),
         **medians(again),
@@ -63,7 +64,7 @@ def time_engines(master: str, folder: Path, repeats: int) -> EngineTiming:
 _VLLMS: dict[str, Any] = {
     "kv_connector": "MooncakeStoreConnector",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"load_async": True},  # it knows no other
+    "kv_connector_extra_config": {"load_async": True},  # it has no other way
 }
 
 
@@ -75,8 +76,7 @@ def _ours(master: str) -> dict[str, Any]:
         "kv_connector_extra_config": {
             "mooncake": mooncake,
             "load_async": True,
-            "lookup_deadline_s": 10.0,
-            "lookup_wait_s": 1.0,
+            **LOOKUPS,
         },
     }
 
@@ -109,7 +109,7 @@ class _Engine(Engine):
             _generate,
             model,
             environment,
-            _give_cpu_events,
+            _define_cpu_events,
             kv_transfer_config=dict(transfer),
             kv_cache_memory_bytes=256 << 20,
             max_num_batched_tokens=PROMPTS * LENGTH,
@@ -120,35 +120,35 @@ class _Engine(Engine):
         self._seed = 0
 
     def new(self) -> float:
-        """Seconds for prompts that nobody has seen."""
+        """Seconds for new prompts."""
         self._seed += 1
-        seconds: float = self.ask((self._seed, False))
+        seconds: float = self.call((self._seed, False))
         return seconds
 
     def again(self) -> float:
-        """Seconds for the last prompts, with nothing in the engine's own cache."""
-        seconds: float = self.ask((self._seed, True))
+        """Seconds for the last prompts, with an empty prefix cache."""
+        seconds: float = self.call((self._seed, True))
         return seconds
 
 
-def _give_cpu_events() -> None:
-    """vLLM's connector records an event before each save; on a CPU nothing is behind it."""
+def _define_cpu_events() -> None:
+    """Define torch.cuda.Event on CPU: vLLM's connector records one before each save."""
     import torch
 
     class CpuEvent:
         def record(self) -> None:
-            """Everything has been computed already."""
+            """Do nothing: everything has been computed."""
 
         def synchronize(self) -> None:
-            """Nothing to wait for."""
+            """Do nothing: there is nothing to wait for."""
 
     if not torch.cuda.is_available():
         torch.cuda.Event = CpuEvent  # type: ignore[assignment,misc]
 
 
-def _generate(llm: Any, asked: tuple[int, bool]) -> float:
+def _generate(llm: Any, request: tuple[int, bool]) -> float:
     """In the engine's process: seconds until all prompts are answered and saved."""
-    seed, again = asked
+    seed, again = request
     numbers = random.Random(seed)
     prompts = [random_tokens(numbers, LENGTH) for _ in range(PROMPTS)]
     engine, scheduler = llm.llm_engine, llm.llm_engine.engine_core.engine_core.scheduler

@@ -1,9 +1,9 @@
-"""`benchmarks startup`: what the plug-in costs where it is not used, and an engine's start.
+"""`benchmarks startup`: the plug-in's cost where it is not used, and the start of engines.
 
 The plug-in is imported in fresh interpreters, against empty ones; and registered in processes that
-have imported vLLM already, as every process of vLLM does. Engines of the demo's model start with
-KVPP off and on, in turns, from the start of their process until they would take a request; the
-processes before them have brought vLLM's files into memory.
+have imported vLLM, as every process of vLLM does. Engines of the demo's model start with KVPP off
+and on in turns, timed from the start of their process until they are ready; earlier processes have
+brought vLLM's files into the page cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.base import AsJson, AsMarkdown, Figures, Table, conclude
 from benchmarks.engines import SWITCHES, bare_engine
-from benchmarks.interleaved import Spread, in_turns, medians, ratio, spread
+from benchmarks.interleaved import Spread, interleave, medians, ratio, spread
 from kvpp_connectors.demo.settings import ENVIRONMENT
 
 __all__ = ["EngineStart", "PlugInCost", "StartupFigures", "bench_startup"]
@@ -61,7 +61,7 @@ class EngineStart:
 
 @dataclass(frozen=True, slots=True)
 class StartupFigures(Figures):
-    """The plug-in, and engines if they were asked for."""
+    """The plug-in's cost, and starts of engines unless there are none."""
 
     plug_in: PlugInCost
     engines: list[EngineStart]
@@ -111,8 +111,8 @@ def bench_startup(
 
 
 def _time_plug_in(repeats: int, processes: int) -> PlugInCost:
-    turns = in_turns({"empty": lambda: _run(_EMPTY), "imported": lambda: _run(_PLUG_IN)}, repeats)
-    registered = in_turns({"register": lambda: _run(_REGISTER)}, processes)
+    turns = interleave({"empty": lambda: _run(_EMPTY), "imported": lambda: _run(_PLUG_IN)}, repeats)
+    registered = interleave({"register": lambda: _run(_REGISTER)}, processes)
     return PlugInCost(
         added=spread(turn["imported"] - turn["empty"] for turn in turns),
         register=spread(turn["register"] for turn in registered),
@@ -121,7 +121,7 @@ def _time_plug_in(repeats: int, processes: int) -> PlugInCost:
 
 
 def _run(program: str) -> float | None:
-    """Run it in a fresh interpreter; the seconds that it prints, if it does."""
+    """Run ``program`` in a fresh interpreter; the seconds that it prints, if any."""
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"},
@@ -138,20 +138,22 @@ def _time_engines(starts: int) -> EngineStart:
 
     with tempfile.TemporaryDirectory(prefix="kvpp-bench-") as folder:
         model = str(write_checkpoint(Path(folder) / "model"))
-        turns = in_turns({way: partial(_start, model, way) for way in SWITCHES}, starts, warm_ups=0)
+        turns = interleave(
+            {way: partial(_start, model, way) for way in SWITCHES}, starts, warm_ups=0
+        )
     return EngineStart(**medians(turns), on_to_off=ratio(turns, "on", "off"))
 
 
 def _start(model: str, way: str) -> float:
-    """Seconds until the engine is ready; its end is not among them."""
+    """Seconds until the engine is ready, without its shutdown."""
     started = time.perf_counter()
     with bare_engine(way, _is_ready, model, RANKS, 64 << 20) as engine:
-        engine.ask(None)
+        engine.call(None)
         return time.perf_counter() - started
 
 
 def _is_ready(llm: Any, _: None) -> bool:
-    """It answers: it has started."""
+    """Answer True once the engine has started."""
     return llm is not None
 
 

@@ -1,8 +1,8 @@
 """`benchmarks step`: seconds of a prefill chunk and of a decode step, KVPP on against off.
 
 Three engines of two ranks, each in a process of its own: without KVPP, with it, and with it and
-decode at the owner. They take turns with one request at each length of history. The model is the
-demo's: so small that what KVPP adds to a step shows at its largest. docs/performance.md.
+decode at the owner. They alternate, one request at each length of history. The demo's model is so
+small that KVPP's overhead of a step shows at its largest. docs/performance.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,16 +23,16 @@ import typer
 from benchmarks.base import (
     AsJson,
     AsMarkdown,
-    Curve,
     Figures,
     Picture,
     Table,
     conclude,
+    curves_of,
     extent,
     whole_numbers,
 )
 from benchmarks.engines import SWITCHES, Engine
-from benchmarks.interleaved import Spread, Turns, in_turns, ratio
+from benchmarks.interleaved import Spread, Turns, interleave, ratio
 from kvpp_connectors.demo.prompts import greedy, random_tokens
 
 __all__ = ["StepFigures", "StepTiming", "bench_step"]
@@ -44,7 +44,7 @@ _ENGINES: Mapping[str, dict[str, Any]] = {
     "broadcast": SWITCHES["on"],
     "owner": SWITCHES["on"] | {"kvpp": {"decode": "owner"}},
 }
-_WAYS = {  # name: engine, and the broadcast policy it is given
+_WAYS = {  # name: engine, and its broadcast policy
     "off": ("off", None),
     "full": ("broadcast", "full"),
     "auto": ("broadcast", "auto"),
@@ -54,7 +54,7 @@ _WAYS = {  # name: engine, and the broadcast policy it is given
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """One kind of step behind so many tokens of history."""
+    """One kind of step, behind ``context`` tokens of history."""
 
     step: str
     context: int
@@ -64,12 +64,12 @@ class StepTiming:
     owner_to_off: Spread
     auto_bytes: int  # moved in the group, in one step
     owner_bytes: int
-    equal: bool  # all ways gave the same tokens
+    equal: bool  # all ways answer with the same tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures(Figures):
-    """Both kinds of step at every length."""
+    """Both kinds of step at every length of history."""
 
     timings: list[StepTiming]
 
@@ -97,17 +97,10 @@ class StepFigures(Figures):
         return "; ".join((*auto, extent("decode, owner / off", owner)))
 
     def picture(self) -> Picture:
-        ways: dict[str, Callable[[StepTiming], Spread]] = {
-            "auto": lambda t: t.auto_to_off,
-            "owner": lambda t: t.owner_to_off,
-        }
-        curves = tuple(
-            Curve(
-                f"{step}, {way}",
-                tuple((float(t.context), of(t)) for t in self.timings if t.step == step),
-            )
-            for step in _STEPS
-            for way, of in ways.items()
+        curves = curves_of(
+            (f"{t.step}, {way}", t.context, ratio)
+            for t in self.timings
+            for way, ratio in (("auto", t.auto_to_off), ("owner", t.owner_to_off))
         )
         return Picture("A step with KVPP on", "tokens of history", "time on / off", curves)
 
@@ -160,14 +153,14 @@ def _time_all(contexts: list[int], repeats: int) -> list[StepTiming]:
 
 
 def _time(engines: Mapping[str, Engine], context: int, repeats: int) -> list[StepTiming]:
-    """Both kinds of step; each request gives a figure for both."""
+    """Time both kinds of step; each request has both."""
     seen: dict[str, list[_Seen]] = {name: [] for name in _WAYS}
 
     def request(way: str) -> None:
         engine, policy = _WAYS[way]
-        seen[way].append(engines[engine].ask((context, len(seen[way]), policy)))
+        seen[way].append(engines[engine].call((context, len(seen[way]), policy)))
 
-    in_turns({way: partial(request, way) for way in _WAYS}, repeats)
+    interleave({way: partial(request, way) for way in _WAYS}, repeats)
     equal = all(
         seen[way][turn].tokens == seen["off"][turn].tokens
         for way in _WAYS
@@ -202,9 +195,9 @@ class _Seen:
     tokens: list[int]  # of the answer
 
 
-def _measure(llm: Any, asked: tuple[int, int, str | None]) -> _Seen:
-    """In the engine's process: the last chunk of a prompt, and the median decode step."""
-    context, seed, policy = asked
+def _measure(llm: Any, request: tuple[int, int, str | None]) -> _Seen:
+    """In the engine's process: time the last chunk of a prompt, and the median decode step."""
+    context, seed, policy = request
     if policy is not None:
         llm.collective_rpc("kvpp_set_broadcast", args=(policy,))
     prompt = random_tokens(random.Random(seed), context)
@@ -230,7 +223,7 @@ def _measure(llm: Any, asked: tuple[int, int, str | None]) -> _Seen:
 
 
 def _moved(llm: Any, policy: str | None) -> int:
-    """Bytes that KVPP has moved in the group."""
+    """Bytes that KVPP has moved in the group so far."""
     if policy is None:
         return 0
     stats = llm.collective_rpc("kvpp_stats")[0]

@@ -1,4 +1,4 @@
-"""A process that answers questions, one after the other: the far side of a benchmark."""
+"""A child process that answers calls, one after the other: the far side of a benchmark."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
-__all__ = ["AskedProcess", "answer_all"]
+__all__ = ["WorkerProcess", "serve_calls"]
 
 _BOUND_S = 600.0
 _END_S = 30.0
 
 
-class AskedProcess:
-    """A child whose function takes its end of a pipe first, and calls `answer_all`."""
+class WorkerProcess:
+    """A spawned child that runs ``serve(pipe, *args)``, which answers with `serve_calls`."""
 
     def __init__(self, name: str, serve: Callable[..., None], *args: Any) -> None:
         self._name = name
-        self._pipe, theirs = multiprocessing.Pipe()
+        self._pipe, child_end = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(theirs, *args)
+            target=serve, args=(child_end, *args)
         )
         self._process.start()
-        theirs.close()  # so that the pipe ends with the child
+        child_end.close()  # the pipe then ends with the child
 
-    def ask(self, question: Any) -> Any:
-        """The child's answer.
+    def call(self, request: Any) -> Any:
+        """The child's answer to a request.
 
         Raises:
             RuntimeError: it ended, or did not answer in time.
         """
         try:
-            self._pipe.send(question)
+            self._pipe.send(request)
             if not self._pipe.poll(_BOUND_S):
                 raise RuntimeError(f"{self._name} did not answer within {_BOUND_S:g} s")
             return self._pipe.recv()
@@ -48,11 +48,11 @@ class AskedProcess:
         self._process.kill()
 
 
-def answer_all(parent: Connection, answer: Callable[[Any], Any]) -> None:
-    """In the child: answer until the parent closes the pipe."""
+def serve_calls(parent: Connection, answer: Callable[[Any], Any]) -> None:
+    """In the child: answer requests until the parent closes the pipe."""
     while True:
         try:
-            question = parent.recv()
+            request = parent.recv()
         except EOFError:
             return
-        parent.send(answer(question))
+        parent.send(answer(request))

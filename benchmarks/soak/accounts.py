@@ -1,4 +1,4 @@
-"""What a server's processes hold of the machine, and how much more that may become."""
+"""Files, threads, mappings and memory of a server's processes, and how far they may grow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Account", "Ledger"]
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Sums over the processes of a server, at a moment when it has nothing to do."""
+    """Sums over the processes of an idle server."""
 
     processes: int
     files: int  # open descriptors
@@ -24,7 +24,7 @@ class Account:
 
     @classmethod
     def of(cls, processes: Iterable[psutil.Process]) -> Self:
-        """Read /proc."""
+        """Read the processes' accounts from /proc."""
         parts = [
             (
                 process.num_fds(),
@@ -41,27 +41,27 @@ class Account:
         return Account(*(one - before for one, before in pairs))
 
     def within(self, limit: Account) -> bool:
-        """Whether nothing is more than its limit."""
+        """Whether no figure exceeds its limit."""
         return all(getattr(self, f.name) <= getattr(limit, f.name) for f in fields(self))
 
 
-# How much more a server may hold than after its first round. Pools of connections and allocators
-# fill up for a while; what grows with every request or restart goes over this within minutes.
+# How much a server may grow after its first round. Pools of connections and allocators fill up for
+# a while; a leak per request or restart exceeds this within minutes.
 GROWTH = Account(processes=0, files=24, threads=12, maps=300, resident=96 << 20)
 
 
 class Ledger:
-    """The accounts of one server, over its restarts."""
+    """The accounts of one server, by run: from one restart to the next."""
 
     def __init__(self) -> None:
         self._runs: list[list[Account]] = []
 
     def restarted(self) -> None:
-        """The server is another one from here on."""
+        """Begin a new run."""
         self._runs.append([])
 
     def note(self, account: Account) -> None:
-        """A quiet moment."""
+        """Record the idle server's account."""
         self._runs[-1].append(account)
 
     @property
@@ -71,11 +71,11 @@ class Ledger:
 
     @property
     def moments(self) -> int:
-        """Accounts that follow another one of the same run."""
+        """How many accounts follow another one of their run."""
         return sum(len(run) - 1 for run in self._runs if run)
 
     @property
     def growth(self) -> Account:
-        """The most that any of the runs has grown, each figure for itself."""
+        """The largest growth in any run, by figure."""
         grown = [run[-1] - run[0] for run in self._runs if run]
         return Account(*(max(getattr(g, f.name) for g in grown) for f in fields(Account)))

@@ -1,7 +1,7 @@
-"""Traffic for minutes through the demo's deployment while its engines are killed and come back.
+"""Traffic for minutes through the demo's deployment while its engines are killed and restarted.
 
-In rounds: requests, a disturbance in their midst, more requests, and then a quiet moment, at which
-no block may be held and no process may hold more than it did after its first round.
+In rounds: requests, a disturbance among them, more requests, and then a pause without requests, in
+which no block may be held and no process may use more than after its first round.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 
 from benchmarks.soak.accounts import GROWTH, Account, Ledger
-from benchmarks.soak.traffic import Outcome, Question, Traffic, make_prompts
+from benchmarks.soak.traffic import Question, Traffic, TrafficOutcome, make_prompts
 from kvpp_connectors.demo.comparison import run_plain
 from kvpp_connectors.demo.report import Row, table
 from kvpp_connectors.demo.servers import Fleet, fleet, is_healthy
 from kvpp_connectors.demo.settings import DemoSettings
-from kvpp_connectors.demo.workload import read_counters, read_pool_bytes, wait_idle, warm_up
+from kvpp_connectors.demo.workload import (
+    EXTERNAL_HITS,
+    LOCAL_HITS,
+    read_counters,
+    read_pool_bytes,
+    wait_idle,
+    warm_up,
+)
 
 __all__ = ["KV_MIB", "soak"]
 
@@ -33,13 +40,11 @@ KV_MIB, _DECODE_MIB, _POOL_MIB = 32, 20, 48  # too little, on purpose
 _PLAIN_MIB, _LONGEST, _COMPLAINTS = 128, 320, 20
 _ENGINES = ("prefill", "decode")
 _PREEMPTED = "vllm:num_preemptions_total"
-_OWN_HITS = "vllm:prefix_cache_hits_total"
-_FOREIGN_HITS = "vllm:external_prefix_cache_hits_total"
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What happens to an engine while it is at work."""
+    """What is done to an engine while it serves."""
 
     server: str
     how: str  # killed, stopped, frozen
@@ -60,9 +65,9 @@ PLAN = (
 
 
 def soak(settings: DemoSettings, minutes: float, clients: int, seed: int) -> list[Row]:
-    """Ask a plain engine first, then the deployment, for that long and to the end of a round.
+    """Run a plain engine, then the deployment for so long and to the end of a round.
 
-    Prints a table and each request that was served badly; the rows of the table.
+    Prints each request with a wrong, failed or late answer and a table; returns its rows.
 
     Raises:
         ChildFailed: a server ended by itself, or did not come back.
@@ -91,7 +96,7 @@ def soak(settings: DemoSettings, minutes: float, clients: int, seed: int) -> lis
 
 
 class Soak:
-    """What was asked, done and found."""
+    """One soak: traffic, disturbances, and the servers' counters and accounts."""
 
     def __init__(
         self, settings: DemoSettings, servers: Fleet, questions: Sequence[Question], seed: int
@@ -107,7 +112,7 @@ class Soak:
         self._done: Counter[str] = Counter()  # disturbances
 
     async def go(self, minutes: float, clients: int) -> None:
-        """One round after the other until the time is up."""
+        """Run rounds until the time is up."""
         await self._warm_up()
         until = time.monotonic() + minutes * 60
         for number, disturbance in enumerate(cycle(PLAN)):
@@ -115,10 +120,10 @@ class Soak:
                 break
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.traffic.run(clients))
-                await self.traffic.go_on(_PART)
+                await self.traffic.wait_for_requests(_PART)
                 if disturbance is not None:
                     await self._disturb(disturbance)
-                await self.traffic.go_on(_PART)
+                await self.traffic.wait_for_requests(_PART)
                 self.traffic.stop()
             await self._quiet()
             total = self.traffic.outcomes.total()
@@ -131,7 +136,7 @@ class Soak:
             )
 
     def rows(self) -> list[Row]:
-        """What the table says."""
+        """The table, a column."""
         return [*self._request_rows(), *self._work_rows(), *self._account_rows()]
 
     async def _disturb(self, what: Disturbance) -> None:
@@ -154,11 +159,11 @@ class Soak:
         self._done[str(what)] += 1
 
     async def _warm_up(self) -> None:
-        """Prefill's steps are of many sizes, each of which makes it grow once; decode's of few."""
+        """Warm up prefill: each new size of a step makes it grow once. Decode has few sizes."""
         await warm_up(self._servers.prefill, self._settings.max_num_batched_tokens)
 
     async def _quiet(self) -> None:
-        """Nothing is asked: what do the servers hold, and what have they done?"""
+        """Without requests: record the blocks held, the counters and the accounts."""
         self._servers.check()
         for name in _ENGINES:
             url = getattr(self._servers, name)
@@ -171,11 +176,11 @@ class Soak:
 
     def _request_rows(self) -> Iterator[Row]:
         outcomes = self.traffic.outcomes
-        for outcome in Outcome:
+        for outcome in TrafficOutcome:
             count, ok = outcomes[outcome], None
-            if outcome in (Outcome.WRONG, Outcome.FAILED, Outcome.LATE):
+            if outcome in (TrafficOutcome.WRONG, TrafficOutcome.FAILED, TrafficOutcome.LATE):
                 ok = count == 0
-            elif outcome is Outcome.RIGHT:
+            elif outcome is TrafficOutcome.RIGHT:
                 ok = count > 0
             yield Row(f"requests {outcome}", (f"{count:,}",), ok)
         slowest = f"{self.traffic.slowest_s:.1f} (bound {BOUND_S:.0f})"
@@ -187,10 +192,10 @@ class Soak:
         prefill, decode = (self._counts[name] for name in _ENGINES)
         preempted = prefill[_PREEMPTED], decode[_PREEMPTED]
         figure = f"{preempted[0]:,.0f} and {preempted[1]:,.0f}"
-        whole = len(self._held) // 2 >= len(PLAN)  # every disturbance has been there
+        whole = len(self._held) // 2 >= len(PLAN)  # every disturbance has happened
         ok = any(preempted) or (False if whole else None)
         yield Row("preempted in prefill and decode", (figure,), ok)
-        own, pool, pulled = prefill[_OWN_HITS], prefill[_FOREIGN_HITS], decode[_FOREIGN_HITS]
+        own, pool, pulled = prefill[LOCAL_HITS], prefill[EXTERNAL_HITS], decode[EXTERNAL_HITS]
         figure = f"{own:,.0f}, {pool:,.0f}, {pulled:,.0f}"
         yield Row(
             "prompt tokens from prefill's cache, the pool, prefill to decode",

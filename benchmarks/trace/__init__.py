@@ -1,1 +1,1 @@
-"""Pictures of a step."""
+"""Traces of engine steps: recording, Chrome events, figures, pictures."""

@@ -1,4 +1,4 @@
-"""`benchmarks trace`: when what ran in each layer of the demo's engine, as a Chrome trace."""
+"""`benchmarks trace`: a timeline of each layer in the demo's engine, as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.timeouts import LOOKUPS, MOONCAKE
 from kvpp_connectors.cli.demo import Layerwise, Logs
 from kvpp_core.policy import BroadcastPolicy, DecodePolicy
 from kvpp_core.trace import Lane
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
     from benchmarks.trace.traced import TraceJob, TraceResult
     from kvpp_core.trace import Recording
 
-__all__ = ["patient", "trace"]
+__all__ = ["trace", "with_long_timeouts"]
 
 _ANSWER_TOKENS = 9  # the first comes with the last chunk, then a decode step each
 _POOL_BYTES = 512 << 20
-_PATIENT = {"MC_RPC_TIMEOUT_MS": "20000"}  # Mooncake's calls, beside engines on a few cores
 
 
 def trace(
@@ -57,8 +57,8 @@ def trace(
 
     Prompts are computed in chunks, one after the other, and answered. OUT opens in
     ui.perfetto.dev or chrome://tracing: a process for each rank, a row each for compute, wait,
-    broadcast, exchange, load and save. Tables tell the medians of each layer and where the waits
-    go. With --pool or --layerwise the prompts are saved into a pool, and come again from there.
+    broadcast, exchange, load and save. Tables show medians by layer and the parts of the waits.
+    With --pool or --layerwise the prompts are saved into a pool and then loaded from it.
     docs/performance.md.
     """
     from kvpp_connectors.demo.children import ChildFailed
@@ -80,7 +80,7 @@ def trace(
 
 
 def _check_place(option: str, path: Path | None) -> None:
-    """Before minutes are spent.
+    """Check before minutes are spent that ``path`` can be written.
 
     Raises:
         typer.BadParameter: nothing can be written there.
@@ -131,10 +131,10 @@ def _job(
 def _record(
     job: TraceJob, folder: Path, layers: int, *, pool: bool, layerwise: bool, console: Console
 ) -> TraceResult:
-    """Run the job in a process of its own; with a pool beside it where one is asked for.
+    """Run the job in a process of its own, with a pool beside it for ``pool`` or ``layerwise``.
 
     Raises:
-        ChildFailed: the engine or the pool ended badly.
+        ChildFailed: the engine or the pool failed.
     """
     from benchmarks.trace.traced import TraceResult
     from kvpp_connectors.demo.children import run_module
@@ -150,7 +150,7 @@ def _record(
     with ExitStack() as stack:
         if pool or layerwise:
             store = stack.enter_context(serving_pool(folder, _POOL_BYTES))
-            transfer = patient(store.transfer_config(), layerwise=layerwise)
+            transfer = with_long_timeouts(store.transfer_config(), layerwise=layerwise)
             job = job.model_copy(update={"transfer": transfer})
         source.write_text(job.model_dump_json())
         run_module(
@@ -158,18 +158,18 @@ def _record(
             [str(source), str(target)],
             title="the traced engine",
             log=folder / "trace.log",
-            environment={**_PATIENT, **ENVIRONMENT, **STORE_ENVIRONMENT},
+            environment={**MOONCAKE, **ENVIRONMENT, **STORE_ENVIRONMENT},
             console=console,
         )
     shutil.rmtree(job.model, ignore_errors=True)
     return TraceResult.model_validate_json(target.read_text())
 
 
-def patient(transfer: dict[str, Any], *, layerwise: bool) -> dict[str, Any]:
-    """The configuration of a pool that is waited for, however busy the machine is."""
+def with_long_timeouts(transfer: dict[str, Any], *, layerwise: bool) -> dict[str, Any]:
+    """A pool's kv_transfer_config with lookups that wait even on a busy machine."""
     extra = transfer["kv_connector_extra_config"]
-    ours = {"use_layerwise": layerwise, "lookup_deadline_s": 10.0, "lookup_wait_s": 1.0}
-    return {**transfer, "kv_connector_extra_config": {**extra, **ours}}
+    extra = {**extra, **LOOKUPS, "use_layerwise": layerwise}
+    return {**transfer, "kv_connector_extra_config": extra}
 
 
 def _report(
@@ -208,13 +208,13 @@ def _report(
 
 
 def _failed(recording: Recording) -> int:
-    """Blocks of single layers that the pool did not take or give."""
+    """Blocks of single layers that were not saved or not loaded."""
     spans = (span for step in recording.steps for span in step.spans)
     return sum(int(span.facts.get("failed", 0)) for span in spans)
 
 
 def _loading_first(kinds: dict[str, list[TracedStep]]) -> dict[str, list[TracedStep]]:
-    """The step that shows most is one that loads; prefill comes before decode by itself."""
+    """Kinds of steps that load first, since they show most; prefill stays before decode."""
     return dict(sorted(kinds.items(), key=lambda item: "loads" not in item[0]))
 
 

@@ -1,6 +1,6 @@
-"""Spans as Chrome's trace events: what chrome://tracing and ui.perfetto.dev open.
+"""Spans as Chrome trace events, for chrome://tracing and ui.perfetto.dev.
 
-One process a rank, one row a lane. The pieces of a layer's broadcast lie below the broadcast.
+A process per rank, a row per lane. The parts of a layer's broadcast are nested in one event.
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
@@ -19,7 +19,7 @@ _NS = 1e3  # in the microsecond that trace events count in
 
 
 def chrome_trace(recordings: Sequence[Recording]) -> Event:
-    """The trace of all ranks as a JSON object; time 0 is the first step's begin."""
+    """The trace of all ranks as a JSON object; its time 0 is when the first step begins."""
     start = min((step.begin for found in recordings for step in found.steps[:1]), default=0)
     events: list[Event] = []
     for rank, recording in enumerate(recordings):
@@ -42,7 +42,7 @@ def _meta(rank: int, thread: int, name: str, args: Event) -> Event:
 
 
 def _rows(step: StepSpans) -> Iterator[Span]:
-    """All spans, with one more around the pieces of each layer's broadcast."""
+    """All spans, and one more around the parts of each layer's broadcast."""
     pieces: dict[int | None, list[Span]] = {}
     for span in step.spans:
         if span.lane is Lane.BROADCAST:

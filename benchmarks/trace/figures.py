@@ -1,4 +1,4 @@
-"""What the spans of a run say: for each layer, and where the waits of a step go."""
+"""Figures of a run's spans: times of each layer, and the parts of a step's waits."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ __all__ = [
     "ranks",
 ]
 
-# What a wait was spent on, in the order in which it happens.
+# Parts of a wait, in the order in which they happen.
 PARTS = ("load", "owner", "transport", "unpack", "rest")
 _LOADING = " that loads"
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step that used other ranks' layers, as all ranks recorded it."""
+    """One step that used layers of other ranks, as recorded by all ranks."""
 
     number: int
     ranks: tuple[StepSpans, ...]
 
     @cached_property
     def whole(self) -> tuple[Span, ...]:
-        """Each rank's step itself."""
+        """The span of the whole step, by rank."""
         return tuple(_whole(step) for step in self.ranks)
 
     @cached_property
@@ -50,7 +50,7 @@ class TracedStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the slowest rank."""
+        """Seconds of the slowest rank."""
         return max(span.seconds for span in self.whole)
 
     @cached_property
@@ -70,7 +70,7 @@ class TracedStep:
         return sorted(found, key=lambda span: span.begin)
 
     def owner(self, layer: int) -> int:
-        """Where the layer is kept: a position in ``ranks``."""
+        """The layer's owner: a rank, an index of ``ranks``."""
         return int(self.find(0, Lane.WAIT, layer)[0].facts["owner"])
 
     def transport(self, layer: int) -> float:
@@ -82,7 +82,7 @@ class TracedStep:
         return ns / 1e9
 
     def waited(self, rank: int) -> dict[str, float]:
-        """Seconds that a rank waited in this step, by what it waited for."""
+        """Seconds that a rank waited in this step, by PARTS."""
         total = dict.fromkeys(PARTS, 0.0)
         for wait in self.find(rank, Lane.WAIT):
             for part, seconds in self._split(rank, wait).items():
@@ -133,7 +133,7 @@ class LayerFigures:
 
     @property
     def broadcast(self) -> float:
-        """What hiding it takes."""
+        """Seconds of the whole broadcast, which computing must hide."""
         return self.pack + self.transport + self.unpack
 
 
@@ -163,9 +163,9 @@ class RankFigures:
 
 
 def by_kind(recordings: Sequence[Recording], lane: Lane = Lane.WAIT) -> dict[str, list[TracedStep]]:
-    """The steps that every rank has kept, by what they did.
+    """The steps that every rank has kept, by their kind.
 
-    ``lane``: what they have spans of. WAIT: those that broadcast; EXCHANGE: decode at the owner.
+    ``lane`` selects them: WAIT for steps that broadcast, EXCHANGE for decode at the owner.
     """
     kinds: dict[str, list[TracedStep]] = {}
     for step in _steps(recordings, lane):

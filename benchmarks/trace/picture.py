@@ -1,4 +1,4 @@
-"""The picture of one step: an SVG with a row for each rank and lane."""
+"""The picture of one step: an SVG with a row per rank and lane."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _INK, _FAINT, _PAPER = "#222b38", "#d5dae2", "#ffffff"
 
 
 def draw(step: TracedStep, title: str) -> str:
-    """An SVG document."""
+    """The step as an SVG document."""
     begin, end = min(s.begin for s in step.whole), max(s.end for s in step.whole)
     rows = list(_rows(step))
     height = _TOP + len(rows) * _ROW + (len(step.ranks) - 1) * _GAP + 34
@@ -53,7 +53,7 @@ def draw(step: TracedStep, title: str) -> str:
 
 
 def _rows(step: TracedStep) -> Iterator[tuple[int, Lane, list[Span]]]:
-    """Rank, lane and spans of every row; lanes that nothing used are left out."""
+    """Rank, lane and spans of every row; lanes without spans are left out."""
     last = max(span.end for span in step.whole)
     for rank in range(len(step.ranks)):
         for lane in Lane:

@@ -1,4 +1,4 @@
-"""The demo's engine with KVPP, recorded: reads a job, runs vLLM, writes when what ran.
+"""The demo's engine with KVPP, recorded: reads a job, runs vLLM, writes spans.
 
 python -m benchmarks.trace.traced JOB.json RESULT.json
 """
@@ -21,7 +21,7 @@ __all__ = ["RankTrace", "TraceJob", "TraceResult", "main", "run"]
 
 
 class TraceJob(BaseModel):
-    """What to run: prompts one after the other. Memory in bytes per rank, lengths in tokens."""
+    """The engine's options and prompts. Memory in bytes per rank, lengths in tokens."""
 
     model: str
     broadcast: str
@@ -37,14 +37,14 @@ class TraceJob(BaseModel):
 
 
 class RankTrace(BaseModel):
-    """What one rank recorded, and the seconds that it counted as exposed waits meanwhile."""
+    """One rank's recording, and the exposed waits that its counters added meanwhile, seconds."""
 
     recording: Recording
     layer_wait_seconds: dict[int, float]
 
 
 class TraceResult(BaseModel):
-    """All ranks, in order."""
+    """Traces of all ranks, in order."""
 
     ranks: list[RankTrace]
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(job: TraceJob) -> TraceResult:
-    """Start the engine, warm it up, and record the prompts."""
+    """Start the engine, warm it up, and record it while it answers the prompts."""
     llm = start(
         job.model,
         additional_config={
@@ -89,7 +89,7 @@ def run(job: TraceJob) -> TraceResult:
 
 
 def _answer(llm: Any, job: TraceJob, seeds: Sequence[int]) -> None:
-    """Answer a prompt for each seed; with a pool again, from the pool alone.
+    """Answer a prompt per seed; with a pool a second time, from the pool alone.
 
     Raises:
         RuntimeError: nothing came from the pool.
@@ -105,14 +105,14 @@ def _answer(llm: Any, job: TraceJob, seeds: Sequence[int]) -> None:
 
 
 class _Prompts:
-    """Prompts to the engine, one at a time."""
+    """Sends prompts to the engine, one at a time."""
 
     def __init__(self, llm: Any, job: TraceJob) -> None:
         self._llm, self._job = llm, job
         self._tokens = 0
 
     def answer(self, seeds: Sequence[int]) -> int:
-        """Answer them, until nothing is being saved; their cached tokens."""
+        """Answer a prompt per seed and finish its saves; the number of cached tokens."""
         job, engine = self._job, self._llm.llm_engine
         scheduler = engine.engine_core.engine_core.scheduler
         sampling = greedy(job.answer_tokens)
@@ -129,7 +129,7 @@ class _Prompts:
 
 
 def _waits(before: dict[str, Any], after: dict[str, Any]) -> dict[int, float]:
-    """Seconds by layer that were added between two snapshots."""
+    """Seconds that two snapshots differ by, by layer."""
     old, new = before["layer_wait_seconds"], after["layer_wait_seconds"]
     return {layer: seconds - old.get(layer, 0.0) for layer, seconds in new.items()}
 

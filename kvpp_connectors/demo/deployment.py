@@ -21,6 +21,8 @@ from kvpp_connectors.demo.report import Row
 from kvpp_connectors.demo.servers import Fleet, fleet
 from kvpp_connectors.demo.settings import DemoSettings
 from kvpp_connectors.demo.workload import (
+    EXTERNAL_HITS,
+    LOCAL_HITS,
     Answer,
     read_counters,
     read_pool_bytes,
@@ -31,8 +33,6 @@ from kvpp_connectors.demo.workload import (
 
 __all__ = ["Deployment", "deploy"]
 
-_LOCAL_HITS = "vllm:prefix_cache_hits_total"
-_EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 _TOTALS = re.compile(r"KVPP totals: (\{.*\})")
 
 
@@ -85,10 +85,10 @@ class Deployment:
 
     def _hits(self) -> list[Row]:
         total = sum(map(len, self.prompts))
-        local = [wave.prefill[_LOCAL_HITS] for wave in self.waves]
-        pool = [wave.prefill[_EXTERNAL_HITS] for wave in self.waves]
-        own = [wave.decode[_LOCAL_HITS] for wave in self.waves]
-        pulled = [wave.decode[_EXTERNAL_HITS] for wave in self.waves]
+        local = [wave.prefill[LOCAL_HITS] for wave in self.waves]
+        pool = [wave.prefill[EXTERNAL_HITS] for wave in self.waves]
+        own = [wave.decode[LOCAL_HITS] for wave in self.waves]
+        pulled = [wave.decode[EXTERNAL_HITS] for wave in self.waves]
         return [
             Row(
                 f"prompt tokens of {total} that prefill had: own cache + pool",

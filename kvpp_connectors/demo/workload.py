@@ -16,6 +16,8 @@ from prometheus_client.samples import Sample
 from kvpp_connectors.demo.children import ChildFailed
 
 __all__ = [
+    "EXTERNAL_HITS",
+    "LOCAL_HITS",
     "Answer",
     "ask",
     "read_counters",
@@ -31,6 +33,8 @@ _IDLE_S = 60.0  # for blocks to be freed
 _PROBE_S = 0.25
 _SHORT = 15  # tokens: less than a block
 _USAGE = "vllm:kv_cache_usage_perc"
+LOCAL_HITS = "vllm:prefix_cache_hits_total"  # tokens, in the engine's own prefix cache
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"  # tokens, by KV connectors
 
 
 @dataclass(frozen=True, slots=True)

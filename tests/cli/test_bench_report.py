@@ -14,7 +14,7 @@ from benchmarks.__main__ import app
 from benchmarks.base import Figures, Record, Run
 from benchmarks.broadcast import BroadcastFigures, BroadcastTiming
 from benchmarks.capacity import Capacity, CapacityFigures
-from benchmarks.interleaved import Spread, in_turns, ratio, spread
+from benchmarks.interleaved import Spread, interleave, ratio, spread
 from benchmarks.p2p import GroupTiming, P2pFigures, P2pTiming
 from benchmarks.pool import PoolFigures, PoolTiming
 from benchmarks.pool_engines import EngineTiming
@@ -167,7 +167,7 @@ def test_wrong_results_are_problems() -> None:
 
 def test_a_ratio_is_taken_within_turns_and_has_quartiles() -> None:
     seconds: dict[str, Any] = {"slow": iter((0.0, 2.0, 4.0, 6.0)), "fast": iter((0.0, 1, 1, 1))}
-    turns = in_turns({way: seconds[way].__next__ for way in seconds}, 3)
+    turns = interleave({way: seconds[way].__next__ for way in seconds}, 3)
     assert ratio(turns, "slow", "fast") == Spread(4.0, 3.0, 5.0)
     assert spread([7.0]) == Spread(7.0, 7.0, 7.0)
     assert str(Spread(4.0, 3.0, 5.0)) == "4.00 (3.00–5.00)"

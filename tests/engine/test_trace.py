@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace.command import patient
+from benchmarks.trace.command import with_long_timeouts
 from benchmarks.trace.events import chrome_trace
 from benchmarks.trace.figures import TracedStep, by_kind
 from benchmarks.trace.traced import TraceJob, TraceResult, run
@@ -42,7 +42,7 @@ def recorded(
             model=str(model),
             broadcast=broadcast,
             decode=decode,
-            transfer=patient(pool.transfer_config(), layerwise=layerwise),
+            transfer=with_long_timeouts(pool.transfer_config(), layerwise=layerwise),
             prompts=PROMPTS,
             prompt_tokens=TOKENS,
             chunk=CHUNK,

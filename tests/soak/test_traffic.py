@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.soak.accounts import GROWTH, Account, Ledger
-from benchmarks.soak.traffic import Outcome, Question, Traffic, make_prompts
+from benchmarks.soak.traffic import Question, Traffic, TrafficOutcome, make_prompts
 
 QUESTIONS = [Question([1, 2, 3], [7, 8, 9])]
 BOUND_S = 3.0  # more than any client's patience
@@ -71,9 +71,9 @@ async def traffic_with(answer: Answer, *, disturbed: bool = False) -> Traffic:
         group.create_task(traffic.run(8))
         if disturbed:
             with traffic.disturbed():
-                await traffic.go_on(8)
+                await traffic.wait_for_requests(8)
         else:
-            await traffic.go_on(24)
+            await traffic.wait_for_requests(24)
         traffic.stop()
     return traffic
 
@@ -81,22 +81,22 @@ async def traffic_with(answer: Answer, *, disturbed: bool = False) -> Traffic:
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
-        (right, Outcome.RIGHT),
-        (wrong, Outcome.WRONG),
-        (broken, Outcome.FAILED),
-        (silent, Outcome.LATE),
+        (right, TrafficOutcome.RIGHT),
+        (wrong, TrafficOutcome.WRONG),
+        (broken, TrafficOutcome.FAILED),
+        (silent, TrafficOutcome.LATE),
     ],
 )
-def test_every_kind_of_end_is_told_from_the_others(answer: Answer, outcome: Outcome) -> None:
+def test_every_kind_of_end_is_told_from_the_others(answer: Answer, outcome: TrafficOutcome) -> None:
     traffic = asyncio.run(traffic_with(answer))
-    assert traffic.outcomes.keys() <= {outcome, Outcome.GIVEN_UP}
+    assert traffic.outcomes.keys() <= {outcome, TrafficOutcome.GIVEN_UP}
     assert traffic.outcomes[outcome] > 0
-    assert bool(traffic.complaints) is (outcome is not Outcome.RIGHT)
+    assert bool(traffic.complaints) is (outcome is not TrafficOutcome.RIGHT)
 
 
 def test_a_request_is_lost_only_while_a_server_is_disturbed() -> None:
     traffic = asyncio.run(traffic_with(broken, disturbed=True))
-    assert traffic.outcomes[Outcome.LOST] == 8 and not traffic.complaints
+    assert traffic.outcomes[TrafficOutcome.LOST] == 8 and not traffic.complaints
 
 
 def test_prompts_depend_on_nothing_but_their_number() -> None:
