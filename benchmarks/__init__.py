@@ -1,1 +1,1 @@
-"""What measures this project itself; no part of the wheel."""
+"""Benchmarks, soak and traces of this project; not in the wheel."""

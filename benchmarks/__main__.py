@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: what measures this project itself."""
+"""`python -m benchmarks`: benchmarks, soak and traces of this project."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.trace.command import trace
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Measure on this machine; only ratios taken in one run are of use.",
+    help="Measure on this machine; only ratios taken in one run mean anything.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -46,11 +46,11 @@ class BroadcastTiming:
     layer_mib: int
     percent: int  # of the blocks that are active
     scattered: bool  # or in one run
-    raw: float  # a plain broadcast of just the active bytes
+    raw: float  # a plain broadcast of the active bytes alone
     full: float
     runs: float
     packed: float
-    auto: str  # the mode that it chooses
+    auto: str  # the mode that `auto` chooses
     full_to_raw: Spread
     runs_to_raw: Spread
     packed_to_raw: Spread
@@ -70,11 +70,11 @@ class BroadcastTiming:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastFigures(Figures):
-    """All layers and sets of active blocks."""
+    """Timings of all layers and sets of active blocks."""
 
     ranks: int
     block_kib: int
-    costs: str  # of a broadcast as `auto` measured them, in words
+    costs: str  # of a broadcast, as `auto` measured them; text
     timings: list[BroadcastTiming]
 
     def tables(self) -> list[Table]:
@@ -116,8 +116,8 @@ def bench_broadcast(
 ) -> None:
     """Time one layer's broadcast over gloo on this machine, in every mode.
 
-    Prints ratios to a plain broadcast of just the active bytes, taken in turns in one run, and
-    what `auto` chooses with the costs that it measures first. Times are those of the slowest rank.
+    Prints ratios to a plain broadcast of the active bytes alone, taken in turns in one run, and the
+    mode that `auto` chooses with costs measured first. Times are those of the slowest rank.
     """
     sizes = whole_numbers("--layer-mib", layer_mib)
     if any((size << 10) // block_kib < 20 for size in sizes):
@@ -138,7 +138,7 @@ def _measure(ranks: int, sizes: list[int], block_kib: int, repeats: int) -> Broa
 
 
 def _time_all(group: KvppGroup, sizes: list[int], block_bytes: int, repeats: int) -> dict[str, Any]:
-    """On every rank: all cases of all sizes."""
+    """On every rank: time all cases of all sizes."""
     from kvpp_core.calibration import measure_costs
     from kvpp_core.device import CpuDevice
 
@@ -164,7 +164,7 @@ def _cases(num_blocks: int) -> list[tuple[int, bool, tuple[int, ...]]]:
 
 
 class _Pool:
-    """One layer's cache on every rank."""
+    """One layer's cache on every rank; rank 0 is its owner."""
 
     def __init__(
         self, group: KvppGroup, num_blocks: int, block_bytes: int, cost: CostModel, repeats: int
@@ -182,7 +182,7 @@ class _Pool:
         placement = Placement((self._bundle,), (0,), group.size, group.rank)
         layout = build_layout(placement, num_blocks)
         self._stream = CpuStream()
-        # The owner's bytes are not zero, so that one sees what has arrived.
+        # The owner's bytes are 1, the others' 0: what has arrived can be counted.
         fill = torch.ones if group.rank == 0 else torch.zeros
         self._buffer = fill(layout.size, dtype=torch.int8)
         self._transfer = BundleTransfer(
@@ -196,10 +196,10 @@ class _Pool:
     def time(
         self, layer_mib: int, percent: int, scattered: bool, blocks: tuple[int, ...]
     ) -> BroadcastTiming:
-        """Every mode, in turns.
+        """Time every mode in turns.
 
         Raises:
-            RuntimeError: other bytes than those of the active blocks arrived.
+            RuntimeError: a mode moved other bytes than those of its blocks.
         """
         import torch
 
@@ -238,7 +238,7 @@ class _Pool:
         )
 
     def _check(self, mode: str, send: Callable[[], None], active: int) -> None:
-        """Send once more; whoever is not the owner must have just the active blocks, or all."""
+        """Broadcast once more: all ranks but the owner must receive exactly the mode's blocks."""
         import torch
 
         if self._group.rank != 0:
@@ -252,7 +252,7 @@ class _Pool:
 
 
 def _slowest(way: Callable[[], object], group: KvppGroup) -> float:
-    """Seconds of the slowest rank; all begin together."""
+    """Seconds of the slowest rank; all ranks begin together."""
     import torch
     import torch.distributed as dist
 

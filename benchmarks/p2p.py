@@ -1,9 +1,9 @@
-"""`benchmarks p2p`: what a pull costs, against the transfer engine alone and against memcpy.
+"""`benchmarks p2p`: the cost of a pull, against the transfer engine alone and against memcpy.
 
-A source process plays the prefill side with real endpoints and a real transfer engine, this one the
-decode side. All ways move the same bytes, in turns, in one run: only ratios are of use, and a ratio
-is the median over turns of the ratio within a turn. Each turn has an order of its own: what follows
-a synchronous batch, whose threads spin, is slower by a third. docs/performance.md.
+A child process is the prefill side with real endpoints and a real transfer engine, this process the
+decode side. All ways move the same bytes, in turns, in one run; only ratios mean anything. The
+order of each turn is random: a way that follows a synchronous batch, whose threads spin, is slower
+by a third. docs/performance.md.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class P2pTiming:
     block_kib: int
     megabytes: float
     memcpy: float
-    raw_windowed: float  # the same reads, submitted one by one, a window of them
+    raw_windowed: float  # the same reads, submitted one by one within a window
     raw_batch: float  # the same reads in one synchronous batch
     pull: float
-    pull_to_raw_goodput: Spread  # against the transfer engine's better way
+    pull_to_raw_goodput: Spread  # relative to the faster raw way
     pull_to_memcpy_goodput: Spread
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTiming:
-    """Two decode ranks that want the same bytes: both pull all, or they share."""
+    """Two decode ranks that need the same bytes: both pull all of them, or they share."""
 
     case: str
     block_kib: int
@@ -130,7 +130,7 @@ def bench_p2p(
 ) -> None:
     """Time a pull over tcp on this machine against the same reads without the protocol.
 
-    With --group also what `share_pulls` does for a decode group of two.
+    With --group also the effect of `share_pulls` in a decode group of two.
     """
     sizes = whole_numbers("--megabytes", megabytes)
     conclude("p2p", lambda: _time_all(sizes, repeats, group), as_json, as_markdown)
@@ -175,7 +175,7 @@ def _time_pull(shape: Shape, source: Source, repeats: int) -> P2pTiming:
 
 
 def _pull_ways(shape: Shape, source: Source, rank: DecodeRank) -> dict[str, Way]:
-    """Every way to move the bytes, by name."""
+    """All ways to move the bytes, by name."""
     import torch
 
     from kvpp_connectors.p2p.read_plan import choose_sources, plan_reads

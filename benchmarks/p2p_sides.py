@@ -1,6 +1,6 @@
-"""Both sides of `python -m benchmarks p2p`: a source process that plays prefill, and decode ranks.
+"""Both sides of `python -m benchmarks p2p`: a source process as prefill, and decode ranks.
 
-Real endpoints, leases and transfer engines; no model.
+Endpoints, leases and transfer engines are real; there is no model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = ["BOUND", "LAYERS", "WINDOW", "DecodeRank", "Shape", "Source"]
 
 HOST, LAYERS, WINDOW, BOUND = "127.0.0.1", 4, 16, 600.0
 _SERVED = 1  # every byte of the source
-_LOOK = 0.002  # seconds between two looks whether a pull has ended; no figure contains them
+_LOOK = 0.002  # seconds between two polls of a pull's result; in no figure
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The request that is pulled: ``blocks`` blocks of each layer, of pools twice as large."""
+    """The request that is pulled: ``blocks`` blocks of each layer, from pools of twice as many."""
 
     block: int  # bytes
     blocks: int
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def pool_bytes(self) -> int:
-        """Of all layers' pools."""
+        """Bytes of all layers' pools."""
         return LAYERS * self.pool * self.block
 
     @property
@@ -62,24 +62,26 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Of the whole request."""
+        """Bytes of the whole request."""
         return LAYERS * self.blocks * self.block
 
 
 class Source(WorkerProcess):
-    """The prefill side, in a process of its own: one for all shapes, its start takes seconds."""
+    """The prefill side in a process of its own. One serves all shapes: its start takes seconds."""
 
     def __init__(self, size: int) -> None:
-        """``size`` bytes are served."""
+        """Args:
+        size: bytes that it serves.
+        """
         super().__init__("the source", _serve, size)
 
     def use(self, shape: Shape) -> Description:
-        """Lay the caches out anew; what its worker keeps from now on."""
+        """Lay the caches out for ``shape``; the worker's new description."""
         description: Description = self.call(shape)
         return description
 
     def offer(self) -> Offer:
-        """A request that is ready to be read."""
+        """Transfer params of a request that is ready to be pulled."""
         offer: Offer = self.call("offer")
         return offer
 
@@ -117,7 +119,12 @@ class DecodeRank:
         )
 
     def result(self) -> PullResult:
-        """Wait for the end of a pull that must succeed."""
+        """Wait for the pull.
+
+        Raises:
+            RuntimeError: it failed.
+            TimeoutError: it did not end.
+        """
         deadline = time.monotonic() + BOUND
         while not (results := self._puller.take_results()):
             if time.monotonic() > deadline:
@@ -129,25 +136,25 @@ class DecodeRank:
         return result
 
     def clear(self) -> None:
-        """Forget what has been read."""
+        """Zero the caches."""
         for cache in self.caches:
             cache.zero_()
 
     def check(self) -> None:
-        """Every byte of the request must have been read since `clear`, and no other.
+        """Check that exactly the request's bytes were read since `clear`.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: others were.
         """
         local = self._shape.local
         for layer, cache in enumerate(self.caches):
             if not bool((cache[local] == _SERVED).all()) or int(cache.count_nonzero()) != (
                 len(local) * self._shape.block
             ):
-                raise RuntimeError(f"layer {layer} does not hold just the bytes of its source")
+                raise RuntimeError(f"layer {layer} does not hold exactly the bytes of its source")
 
     def close(self) -> None:
-        """End its threads."""
+        """Stop its threads."""
         self._puller.close()
         self._server.close()
 
@@ -181,7 +188,7 @@ def _buffer(engine: TransferEngine, size: int, fill: int) -> torch.Tensor:
 
 
 class _Prefill:
-    """What a source process does: a worker's endpoint, a lease endpoint, and offers."""
+    """The source process: a worker's endpoint, a lease endpoint, and their transfers."""
 
     def __init__(self, size: int) -> None:
         from kvpp_connectors.connector.transfer_engine import TransferEngine
@@ -197,14 +204,14 @@ class _Prefill:
         self._lease = ControlServer(HOST, 0, None, self._judge, what="lease", option="")
 
     def use(self, shape: Shape) -> Description:
-        """Lay the caches out; a new epoch, so that nobody reads at old addresses."""
+        """Lay the caches out in a new epoch, so that nobody reads at old addresses."""
         self._shapes += 1
         epoch = f"prefill {self._shapes}"
         self._description = _caches(self._engine, self._buffer, shape, epoch)[1]
         return self._description
 
     def offer(self) -> Offer:
-        """A request that is ready to be read."""
+        """Transfer params of a request that is ready to be pulled."""
         from kvpp_connectors.p2p.protocol import WorkerAddress
         from kvpp_connectors.p2p.transfer_params import OFFER_VERSION, Offer, OfferDetails
 

@@ -1,9 +1,9 @@
-"""`python -m benchmarks pool`: what saving and loading blocks costs, against Mooncake alone.
+"""`python -m benchmarks pool`: the cost of saving and loading blocks, against Mooncake alone.
 
-A real mooncake_master; the pool's memory is lent by another process, over tcp, or by this one. Raw
-is one batch call of Mooncake for the same bytes, which lie packed already; saving and loading do
-everything that an engine's worker does: ask what is there, pack from one cache a layer, header,
-transfer, verify; and back. Every way uses the same client. docs/performance.md.
+With a real mooncake_master; the pool's memory is lent by another process, over tcp, or by this one.
+Raw is one batch call of Mooncake for the same bytes, packed already; saving and loading do all that
+an engine's worker does: look up, pack from a cache per layer, header, transfer, verify; and back.
+All ways use the same client. docs/performance.md.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _HEADS = (
 class PoolTiming:
     """Objects of one size: median seconds by way, and ratios within a turn."""
 
-    memory: str  # the objects are put into: own, or another process's
+    memory: str  # of the pool: own, or another process's
     object_kib: int
     megabytes: float
     raw_put: float
     save: float
     raw_get: float
     load: float
-    ask: float  # the store, before and after a put
+    ask: float  # lookups before and after a put
     pack: float  # blocks out of the caches
     unpack: float  # blocks into the caches
     save_to_raw_goodput: Spread
@@ -68,7 +68,7 @@ class PoolTiming:
 
 @dataclass(frozen=True, slots=True)
 class PoolFigures(Figures):
-    """Objects of every size, and engines if they were asked for."""
+    """Objects of every size, and engines with --engines."""
 
     objects: list[PoolTiming]
     engines: list[EngineTiming]
@@ -131,7 +131,7 @@ def _measure(megabytes: int, repeats: int, engine_repeats: int) -> PoolFigures:
 
 def _time_all(megabytes: int, repeats: int, *, own_memory: bool) -> list[PoolTiming]:
     """All sizes, with the pool's memory in this process or in another."""
-    size = 8 * (megabytes << 20)  # four sets of objects, and room so that nothing is evicted
+    size = 8 * (megabytes << 20)  # four sets of objects, and enough for no eviction
     with pool(size, own_memory) as (_, backend):
         return [
             _time(Client(backend, kib << 10, max(1, (megabytes << 20) // (kib << 10))), repeats,
@@ -166,7 +166,7 @@ def _time(client: Client, repeats: int, memory: str) -> PoolTiming:
 
 
 def _ways(client: Client) -> dict[str, Way]:
-    """Puts are of new keys each time, gets of the same ones."""
+    """All ways by name. Puts use new keys each time, gets the same ones."""
     old_raw, old_ours = client.keys("old-raw"), client.objects("old-ours")
     client.raw_put(old_raw)
     client.save(old_ours)

@@ -25,10 +25,10 @@ _PREFIX = "kvpp1@bench"
 
 @contextmanager
 def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
-    """A master, ``size`` bytes of memory lent by this process or by another: its address, a client.
+    """A master's address and a client; this process or another lends ``size`` bytes of memory.
 
     Raises:
-        ChildFailed: a server ended, or there was no memory in time.
+        ChildFailed: a server ended, or lent no memory in time.
     """
     from kvpp_connectors.demo.pool import serving_pool
 
@@ -42,7 +42,7 @@ def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
 
 
 class Client:
-    """What a worker keeps of ``blocks`` blocks, and the same bytes packed for Mooncake alone."""
+    """A worker's caches with blocks to save and load, and the same bytes packed for raw calls."""
 
     def __init__(self, backend: MooncakeBackend, size: int, blocks: int) -> None:
         """Objects of ``size`` bytes of payload; the caches have twice as many blocks."""
@@ -70,7 +70,7 @@ class Client:
 
     @property
     def bytes(self) -> int:
-        """Of one save or load, without headers."""
+        """Bytes of one save or load, without headers."""
         return len(self._blocks) * self.object_bytes
 
     def keys(self, name: str) -> list[str]:
@@ -78,7 +78,7 @@ class Client:
         return [f"{_PREFIX}@{name}@{number}" for number in range(len(self._blocks))]
 
     def objects(self, name: str) -> list[BlockObject]:
-        """A set of objects, of blocks that do not lie side by side."""
+        """A set of objects; their blocks are scattered."""
         from kvpp_connectors.pool.block_objects import BlockObject
 
         return [BlockObject(*pair) for pair in zip(self.keys(name), self._blocks, strict=True)]
@@ -100,15 +100,15 @@ class Client:
             raise RuntimeError(f"batch_get_into returned {sorted(set(codes))}")
 
     def save(self, objects: Sequence[BlockObject]) -> None:
-        """As a worker does."""
+        """Save as a worker does."""
         _expect_ok(self._writer.save(objects))
 
     def load(self, objects: Sequence[BlockObject]) -> None:
-        """As a worker does."""
+        """Load as a worker does."""
         _expect_ok(self._reader.load(objects))
 
     def ask(self, keys: Sequence[str]) -> None:
-        """What a save asks beside its put: what is there, before and afterwards."""
+        """The lookups of a save: before and after its put."""
         for _ in range(2):
             self._backend.exist(keys)
 
@@ -125,32 +125,32 @@ class Client:
         return self._packed[:, -self.object_bytes :]
 
     def clear(self) -> None:
-        """Forget what has been loaded."""
+        """Zero the caches."""
         for cache in self._tensors.values():
             cache.zero_()
 
     def check(self) -> None:
-        """Every byte of the blocks must have been loaded since `clear`, and no other.
+        """Check that exactly the bytes of the blocks were loaded since `clear`.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: others were.
         """
         for name, cache in self._tensors.items():
             if not bool((cache[self._blocks] == 1).all()) or int(cache.count_nonzero()) != (
                 len(self._blocks) * cache.shape[1]
             ):
-                raise RuntimeError(f"{name} does not hold just the bytes that were saved")
+                raise RuntimeError(f"{name} does not hold exactly the bytes that were saved")
 
     def remove_new(self) -> None:
-        """Make room for the next turn."""
+        """Remove the objects of this turn's puts."""
         self._remove(f"{_PREFIX}@new")
 
     def close(self) -> None:
-        """Give the pool's memory back, too."""
+        """Remove all objects."""
         self._remove(_PREFIX)
 
     def _remove(self, prefix: str) -> None:
-        """Whatever has a lease, too: nobody else reads it."""
+        """Remove by key prefix, in spite of leases: nobody else reads these objects."""
         with self._backend.client() as client:
             client.remove_by_regex(f"^{prefix}", True)
 

@@ -32,11 +32,11 @@ RESULTS = Path(__file__).parent / "results"  # the records whose ratios docs/per
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What its records hold, and how it is run with the others."""
+    """The type of a benchmark's figures, and its options in `benchmarks all`."""
 
     figures: type[Figures]
-    whole: tuple[str, ...] = ()  # options of the run whose figures are published
-    quick: tuple[str, ...] = ()  # of the one that shows that everything still works
+    whole: tuple[str, ...] = ()  # options of a full run, whose figures are published
+    quick: tuple[str, ...] = ()  # options of a quick run, which shows that it works
 
 
 # An engine of two ranks takes most of a minute of processor time to start: --quick has five.
@@ -51,11 +51,11 @@ BENCHES: Mapping[str, Bench] = {
 
 
 class BadRecord(Exception):
-    """A file that is no record of its benchmark. The message names it."""
+    """A file that is not a record of its benchmark. The message names it."""
 
 
 def record_file(folder: Path, name: str) -> Path:
-    """Where a benchmark's record is kept."""
+    """The file of a benchmark's record."""
     return folder / f"{name}.json"
 
 

@@ -1,7 +1,7 @@
 """`benchmarks all`: every benchmark one after the other, and one table of their main ratios.
 
-Each runs in a process of its own: what Mooncake takes from the environment it takes once, and
-torch's threads stay what one benchmark made them.
+Each runs in a process of its own: Mooncake reads the environment once, and torch's thread count is
+per process.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from benchmarks.records import BENCHES, BadRecord, read_record, record_file
 
 __all__ = ["bench_all"]
 
-_HANG_S = 3600.0  # far above what any takes on a loaded machine: no judgement of speed
+_HANG_S = 3600.0  # far more than any takes on a loaded machine
 _LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """One benchmark that has ended."""
+    """The result of one benchmark."""
 
     name: str
     record: Record | None  # None if it failed
-    complaint: str  # empty if all is right
+    complaint: str  # empty if it succeeded
 
 
 def bench_all(
