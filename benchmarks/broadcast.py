@@ -203,7 +203,8 @@ class _Pool:
         """
         import torch
 
-        from kvpp_core.policy import BroadcastPolicy, History, Mode, choose_mode
+        from kvpp_core.history import History
+        from kvpp_core.policy import BroadcastPolicy, Mode, choose_mode
 
         history = History.of(blocks, self.num_blocks)
         index = torch.tensor(blocks)

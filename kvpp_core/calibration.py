@@ -16,8 +16,9 @@ import torch
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.device import Device, Stream
 from kvpp_core.group import KvppGroup
+from kvpp_core.history import History
 from kvpp_core.layout import Placement, build_layout
-from kvpp_core.policy import CostModel, History, Mode
+from kvpp_core.policy import CostModel, Mode
 from kvpp_core.transfer import BundleTransfer
 
 __all__ = ["measure_costs"]

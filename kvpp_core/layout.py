@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kvpp_core.bundles import LayerBundle, largest_bytes_per_block
 from kvpp_core.errors import PlanError
 
-__all__ = ["SCRATCH_SLOTS", "Placement", "RankLayout", "ScratchPolicy", "Span", "build_layout"]
+__all__ = ["SCRATCH_SLOTS", "ByteRange", "Placement", "RankLayout", "ScratchPolicy", "build_layout"]
 
 SCRATCH_SLOTS = 2  # the current layer and the next one
 
@@ -33,7 +33,7 @@ class ScratchPolicy(StrEnum):
     FITTED = "fitted"  # the largest bundle that this rank ever receives into the slot
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """A byte range of the rank's buffer."""
 
     offset: int  # bytes from the start of the buffer
@@ -109,10 +109,10 @@ class RankLayout:
     placement: Placement
     num_blocks: int
     size: int  # bytes of the whole buffer
-    slots: tuple[Span, ...]
-    targets: tuple[Span, ...]  # by target ordinal; a slot's start where not owned
-    drafts: tuple[Span, ...]
-    components: Mapping[str, Span] = field(repr=False)
+    slots: tuple[ByteRange, ...]
+    targets: tuple[ByteRange, ...]  # by target ordinal; a slot's start where not owned
+    drafts: tuple[ByteRange, ...]
+    components: Mapping[str, ByteRange] = field(repr=False)
 
     def slot_of(self, ordinal: int) -> int | None:
         """The scratch slot that holds this target bundle, None where this rank owns it."""
@@ -130,22 +130,22 @@ def build_layout(placement: Placement, num_blocks: int) -> RankLayout:
         raise PlanError(f"a KV cache of {num_blocks} blocks cannot be laid out")
     cursor = _Cursor(placement.alignment)
     slots = tuple(cursor.take(size * num_blocks) for size in placement.slot_bytes_per_block)
-    targets: list[Span] = []
+    targets: list[ByteRange] = []
     for ordinal, bundle in enumerate(placement.bundles):
         size = bundle.bytes_per_block * num_blocks
         if placement.owners[ordinal] == placement.rank:
             targets.append(cursor.take(size))
         else:
-            targets.append(Span(slots[ordinal % SCRATCH_SLOTS].offset, size))
+            targets.append(ByteRange(slots[ordinal % SCRATCH_SLOTS].offset, size))
     drafts = tuple(cursor.take(draft.bytes_per_block * num_blocks) for draft in placement.drafts)
-    components: dict[str, Span] = {}
+    components: dict[str, ByteRange] = {}
     every_bundle = zip((*placement.bundles, *placement.drafts), (*targets, *drafts), strict=True)
     for bundle, span in every_bundle:
         offset = span.offset
         for component in bundle.components:
             if component.name in components:
                 raise PlanError(f"component {component.name!r} is placed twice")
-            components[component.name] = Span(offset, component.bytes_per_block * num_blocks)
+            components[component.name] = ByteRange(offset, component.bytes_per_block * num_blocks)
             offset += component.bytes_per_block * num_blocks
     return RankLayout(
         placement=placement,
@@ -165,7 +165,7 @@ class _Cursor:
         self._alignment = alignment
         self.end = 0
 
-    def take(self, size: int) -> Span:
+    def take(self, size: int) -> ByteRange:
         offset = -(-self.end // self._alignment) * self._alignment if size else self.end
         self.end = offset + size
-        return Span(offset, size)
+        return ByteRange(offset, size)

@@ -32,15 +32,9 @@ from kvpp_core.device.base import Device, Event, Fence
 from kvpp_core.device.cpu import CpuStream
 from kvpp_core.errors import AcquireOrderError, LoadFailed, PipelineClosed, PlanError
 from kvpp_core.group import KvppGroup
+from kvpp_core.history import History
 from kvpp_core.layout import RankLayout
-from kvpp_core.policy import (
-    BroadcastPolicy,
-    CostModel,
-    History,
-    Mode,
-    choose_mode,
-    mode_bytes,
-)
+from kvpp_core.policy import BroadcastPolicy, CostModel, Mode, choose_mode, mode_bytes
 from kvpp_core.stats import PipelineStats
 from kvpp_core.trace import Lane, SpanRecorder
 from kvpp_core.transfer import BundleTransfer

@@ -12,22 +12,19 @@ bundle and step, by a cost model and from numbers that all ranks share, whether 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from kvpp_core.bundles import LayerBundle
-from kvpp_core.errors import PlanError
+from kvpp_core.history import History
 
 __all__ = [
     "BroadcastPolicy",
     "CostModel",
     "DecodePolicy",
-    "History",
     "Mode",
     "blocks_per_message",
     "choose_mode",
-    "find_runs",
     "mode_bytes",
 ]
 
@@ -78,39 +75,6 @@ class CostModel:
             f"{self.latency * 1e3:.3g} ms a message, {self.per_range * 1e3:.3g} ms each further "
             f"one, {self.bandwidth / 1e9:.3g} GB/s, packing {self.pack_bandwidth / 1e9:.3g} GB/s"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The active blocks of a step: sorted ids, their runs [first, first + length), the pool."""
-
-    blocks: tuple[int, ...]
-    runs: tuple[tuple[int, int], ...]
-    num_blocks: int
-
-    @classmethod
-    def of(cls, blocks: Sequence[int], num_blocks: int) -> History:
-        """From block ids, sorted and unique.
-
-        Raises:
-            PlanError: an id is outside the pool.
-        """
-        if blocks and not (blocks[0] >= 0 and blocks[-1] < num_blocks):
-            raise PlanError(
-                f"active blocks {blocks[0]}..{blocks[-1]} are outside a pool of {num_blocks}"
-            )
-        return cls(tuple(blocks), find_runs(blocks), num_blocks)
-
-
-def find_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Runs of adjacent ids in a sorted sequence, as (first id, length)."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and runs[-1][0] + runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return tuple(runs)
 
 
 def mode_bytes(mode: Mode, bundle: LayerBundle, history: History) -> int:

@@ -1,4 +1,5 @@
-"""One bundle's broadcast over its group, in the mode that `kvpp_core.policy` chose."""
+"""One bundle's broadcast over its group, in the mode that `kvpp_core.policy` chose, and the staging
+memory that packs it."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ import torch.distributed as dist
 from kvpp_core.device.base import Stream, Work
 from kvpp_core.errors import PlanError
 from kvpp_core.group import KvppGroup
+from kvpp_core.history import History
 from kvpp_core.layout import RankLayout
-from kvpp_core.policy import History, Mode, blocks_per_message
+from kvpp_core.policy import Mode, blocks_per_message
 from kvpp_core.trace import BroadcastSpans, SpanRecorder
 
-__all__ = ["BundleTransfer"]
+__all__ = ["BundleTransfer", "allocate_staging"]
 
 
 _SLICES, _SLICE_BYTES = 4, 2 << 20  # at most so many, of at least so much
@@ -254,3 +256,16 @@ def _widened(rows: torch.Tensor, place: torch.Tensor) -> tuple[torch.Tensor, tor
         if all(start % dtype.itemsize == 0 for start in chain.from_iterable(starts)):
             return rows.view(dtype), place.view(dtype)
     return rows, place
+
+
+def allocate_staging(size: int, device: torch.device | str, alignment: int = 1) -> torch.Tensor:
+    """``size`` bytes, every page of which is there: uint8 (size,), contiguous, from an address that
+    is a multiple of ``alignment`` bytes.
+
+    The kernel provides pages of zeroed memory at their first write. A server with such staging
+    would grow under load, past what was measured at start-up, and could be killed for it instead
+    of refused at start.
+    """
+    memory = torch.empty(size + alignment - 1, dtype=torch.uint8, device=device).fill_(0)
+    start = -memory.data_ptr() % alignment
+    return memory[start : start + size]

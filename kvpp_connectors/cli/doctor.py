@@ -141,7 +141,7 @@ def _vllm() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("vLLM", str(error), False, "pip install 'kvpp-connectors[cpu]' or [cuda]")
         return
-    from kvpp_connectors.vllm_api.hooks import vllm_version
+    from kvpp_connectors.vllm_api.check import vllm_version
 
     yield Finding("vLLM", vllm_version(), True)
     if (ascend := version_of("vllm-ascend")) is not None:
@@ -171,14 +171,14 @@ def _vllm() -> Iterator[Finding]:
 def _adapter(kind: str) -> Iterator[Finding]:
     """KVPP's adapter to the installed vLLM: platform, worker class, hooks."""
     from kvpp_connectors.engine.configure import installed_workers
-    from kvpp_connectors.vllm_api.hooks import (
+    from kvpp_connectors.vllm_api.check import (
         MADE_FOR,
-        Part,
         installed_hooks,
         installed_vllm,
         is_v023,
         missing_hooks,
     )
+    from kvpp_connectors.vllm_api.hook import Part
 
     yield Finding("adapter", "vllm-ascend 0.23, on vLLM 0.23" if is_v023() else "vLLM 0.32")
     workers = installed_workers()

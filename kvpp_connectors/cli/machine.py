@@ -40,7 +40,7 @@ class Machine:
 
 def read_machine() -> Machine:
     """Read the facts of this machine."""
-    from kvpp_connectors.vllm_api.hooks import vllm_version
+    from kvpp_connectors.vllm_api.check import vllm_version
 
     return Machine(
         cpu=_cpu_model(),

@@ -22,7 +22,7 @@ from kvpp_connectors.launch.rules import PLATFORM_WORKERS, check
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.plugin import children_of, connectors_concern_us
 from kvpp_connectors.pool.options import loads_blocks
-from kvpp_connectors.vllm_api import hooks
+from kvpp_connectors.vllm_api.check import check_installed, is_v023, vllm_version
 from kvpp_core.errors import KvppError
 
 __all__ = [
@@ -56,7 +56,7 @@ _ACCEPTED = "kvpp_accepted"  # on the device_config: vLLM hands it on as it is, 
 
 def installed_workers() -> Mapping[str, str]:
     """KVPP's worker class for each platform of the installed vLLM."""
-    return KVPP_WORKERS_023 if hooks.is_v023() else KVPP_WORKERS
+    return KVPP_WORKERS_023 if is_v023() else KVPP_WORKERS
 
 
 def examine(vllm_config: Any) -> list[Problem]:
@@ -78,7 +78,7 @@ def examine(vllm_config: Any) -> list[Problem]:
     problems += _check_connector(vllm_config.kv_transfer_config)
     # A switch that cannot be read was meant to be on: all problems are told at once.
     if settings.enabled or any(p.rule == "switch-is-boolean" for p in problems):
-        hooks.check_installed(vllm_config)
+        check_installed(vllm_config)
         problems = _each_once(problems, check(launch_from_vllm(vllm_config)))
         problems += _check_platform(current_platform.device_type)
     problems.sort(key=lambda problem: problem.severity is not Severity.REFUSED)
@@ -245,7 +245,7 @@ def _check_platform(device_type: str) -> list[Problem]:
             rule="platform",
             option="platform",
             value=device_type,
-            reason=f"On {hooks.vllm_version()} KVPP has a worker for {' and '.join(workers)} only.",
+            reason=f"On {vllm_version()} KVPP has a worker for {' and '.join(workers)} only.",
             remedy="Switch KVPP off on this platform.",
         )
     ]

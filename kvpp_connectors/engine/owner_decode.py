@@ -15,7 +15,7 @@ import torch
 from kvpp_core.errors import KvppError
 from kvpp_core.exchange import HeadExchange
 
-__all__ = ["OwnerDecode", "unfit"]
+__all__ = ["attend_at_owners", "unfit"]
 
 # Those whose forward_mqa takes any number of heads and prepares nothing for one.
 _IMPLEMENTATIONS = ("CPUMLAImpl",)
@@ -33,66 +33,62 @@ def unfit(layers: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return None
 
 
-class OwnerDecode:
-    """The layers' hooks, and whether this step uses them."""
+def attend_at_owners(
+    exchange: HeadExchange,
+    layers: Mapping[str, Any],
+    owners: Mapping[str, tuple[int, int]],
+    decode_tokens: Callable[[], int | None],
+) -> None:
+    """Hook the attention of each target layer.
 
-    def __init__(
-        self,
-        exchange: HeadExchange,
-        layers: Mapping[str, Any],
-        owners: Mapping[str, tuple[int, int]],
-    ) -> None:
-        """Hook the layers. ``owners``: each target layer's index and the group rank that keeps it,
-        by the layer's name.
+    Args:
+        exchange: takes queries to a layer's owner and brings results back.
+        layers: vLLM's attention layers, by name.
+        owners: each target layer's index and the group rank that keeps it, by the layer's name.
+        decode_tokens: of the running step, those that rely on attention at the owners; None where
+            all tokens attend here.
 
-        Raises:
-            KvppError: a layer's attention implementation is not one of those known to take it.
-        """
-        self._exchange = exchange
-        self._tokens: int | None = None
-        if (reason := unfit(layers, owners)) is not None:
-            raise KvppError(f"kvpp.decode: {reason}. Use decode = broadcast.")
-        for name, (layer, owner) in owners.items():
-            implementation = layers[name].impl
-            implementation.forward_mqa = self._at_owner(implementation, layer, owner, name)
+    Raises:
+        KvppError: a layer's attention implementation is not one of those known to take it.
+    """
+    if (reason := unfit(layers, owners)) is not None:
+        raise KvppError(f"kvpp.decode: {reason}. Use decode = broadcast.")
+    for name, (layer, owner) in owners.items():
+        implementation = layers[name].impl
+        implementation.forward_mqa = _at_owner(
+            implementation, exchange, (layer, owner), name, decode_tokens
+        )
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of queries and results since start, over the group."""
-        return self._exchange.bytes
 
-    def begin(self, tokens: int) -> None:
-        """From now on attend at the owners; ``tokens`` of this step rely on it."""
-        self._tokens = tokens
+def _at_owner(
+    implementation: Any,
+    exchange: HeadExchange,
+    place: tuple[int, int],
+    name: str,
+    decode_tokens: Callable[[], int | None],
+) -> Callable[..., Any]:
+    original, width = implementation.forward_mqa, implementation.kv_lora_rank
+    index, owner = place
 
-    def end(self) -> None:
-        """Attend here again: broadcast steps, dummy and profiling runs."""
-        self._tokens = None
-
-    def _at_owner(
-        self, implementation: Any, index: int, owner: int, name: str
-    ) -> Callable[..., Any]:
-        original, width = implementation.forward_mqa, implementation.kv_lora_rank
-
-        def forward_mqa(
-            q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
-        ) -> tuple[torch.Tensor, None]:
-            if self._tokens is None:
-                return original(q, kv_c_and_k_pe_cache, attn_metadata, layer)  # type: ignore[no-any-return]
-            if attn_metadata.num_decode_tokens < self._tokens:
-                raise KvppError(
-                    f"{name}: vLLM counts {attn_metadata.num_decode_tokens} decode tokens, KVPP "
-                    f"{self._tokens}: the history of some was not broadcast. Use decode = "
-                    "broadcast."
-                )
-            query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-            result = self._exchange.attend(
-                index,
-                owner,
-                query,
-                width,
-                lambda whole: original(whole, kv_c_and_k_pe_cache, attn_metadata, layer)[0],
+    def forward_mqa(
+        q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        expected = decode_tokens()
+        if expected is None:
+            return original(q, kv_c_and_k_pe_cache, attn_metadata, layer)  # type: ignore[no-any-return]
+        if attn_metadata.num_decode_tokens < expected:
+            raise KvppError(
+                f"{name}: vLLM counts {attn_metadata.num_decode_tokens} decode tokens, KVPP "
+                f"{expected}: the history of some was not broadcast. Use decode = broadcast."
             )
-            return result, None
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        result = exchange.attend(
+            index,
+            owner,
+            query,
+            width,
+            lambda whole: original(whole, kv_c_and_k_pe_cache, attn_metadata, layer)[0],
+        )
+        return result, None
 
-        return forward_mqa
+    return forward_mqa

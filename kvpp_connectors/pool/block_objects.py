@@ -18,7 +18,7 @@ from kvpp_connectors.pool.keys import FORMAT_VERSION
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, PoolUnavailable, Result
 from kvpp_core.errors import KvppError
-from kvpp_core.staging import allocate_staging
+from kvpp_core.transfer import allocate_staging
 
 __all__ = ["HEADER_BYTES", "BlockObject", "BlockStore", "Staging", "read_header", "write_header"]
 

@@ -1,13 +1,14 @@
 """What KVPP hooks in vllm-ascend 0.23 and in the vLLM 0.23 below it.
 
-The table of `kvpp_connectors.vllm_api.hooks` is for vLLM 0.32. Here stands what 0.23 lacks of it,
+The table of `names_vllm032` is for vLLM 0.32. Here stands what 0.23 lacks of it,
 what it has instead, and the names of vllm-ascend. vllm-ascend 0.24 to 0.27 have no KVPP either;
 what they lack of this table is written down in tests/contract/test_ascend_wheels.py.
 """
 
 from __future__ import annotations
 
-from kvpp_connectors.vllm_api.hooks import HOOKS, Hook, Part, members, platform_hooks, worker_hooks
+from kvpp_connectors.vllm_api.hook import Hook, Part, members, platform_hooks, worker_hooks
+from kvpp_connectors.vllm_api.names_vllm032 import HOOKS
 
 __all__ = ["ASCEND_HOOKS", "FIRST_TOUCH", "ONLY_DECODE"]
 

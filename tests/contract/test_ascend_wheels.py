@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from kvpp_connectors.vllm_api.hooks import check_hooks, missing_hooks
+from kvpp_connectors.vllm_api.check import check_hooks, missing_hooks
 from kvpp_connectors.vllm_api.names_ascend023 import ASCEND_HOOKS
 from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvpp_connectors.cli.doctor import examine
 from kvpp_connectors.cli.main import app
-from kvpp_connectors.vllm_api.hooks import HOOKS
+from kvpp_connectors.vllm_api.names_vllm032 import HOOKS
 from tests.contract.checking import WIDE, Checked, check_all
 from tests.contract.processes import run
 
@@ -186,10 +186,11 @@ def test_the_doctor_says_why_ranks_do_not_reach_one_another() -> None:
 
 
 def test_the_doctor_fails_where_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvpp_connectors.vllm_api import hooks
+    from kvpp_connectors.vllm_api import check
+    from kvpp_connectors.vllm_api.hook import Hook
 
-    missing = hooks.Hook("vllm.v1.worker.gpu_worker", "Worker.no_such_step")
-    monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, missing))
+    missing = Hook("vllm.v1.worker.gpu_worker", "Worker.no_such_step")
+    monkeypatch.setattr(check, "HOOKS", (*HOOKS, missing))
     result = CliRunner().invoke(app, ["doctor"], env=WIDE)
     assert result.exit_code == 1
     (line,) = [line for line in result.stdout.splitlines() if "no_such_step is missing" in line]

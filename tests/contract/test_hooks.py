@@ -14,21 +14,19 @@ from typing import Any
 import pytest
 from torch import nn
 
-from kvpp_connectors.vllm_api import hooks
-from kvpp_connectors.vllm_api.hooks import (
-    HOOKS,
+from kvpp_connectors.engine.adapter import Adapter032, draft_cache_names
+from kvpp_connectors.vllm_api import check
+from kvpp_connectors.vllm_api.check import (
     MADE_FOR,
-    Hook,
-    Part,
     check_hooks,
     check_installed,
-    draft_cache_names,
-    hook_layers,
     hooks_of,
     installed_vllm,
     missing_hooks,
     vllm_version,
 )
+from kvpp_connectors.vllm_api.hook import Hook, Part
+from kvpp_connectors.vllm_api.names_vllm032 import HOOKS
 from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.launches import engine_config
@@ -204,7 +202,7 @@ def test_a_launch_on_a_vllm_without_a_hook_is_refused(
 ) -> None:
     """By EngineArgs, of a model that has no weights; a launch without KVPP is left alone."""
     hook, named = BROKEN[name]
-    monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, hook))
+    monkeypatch.setattr(check, "HOOKS", (*HOOKS, hook))
     with pytest.raises(KvppError) as caught:
         engine_config(mla_model, ON)
     assert f"hooks: {named}" in str(caught.value) and vllm_version() in str(caught.value)
@@ -217,7 +215,7 @@ def test_what_a_launch_does_not_use_may_be_missing(
 ) -> None:
     """On CPU, with the first of vLLM's two model runners."""
     gone = [Hook("vllm.gone", "Gone", (), parts) for parts in ((part,), (Part.CPU, part))]
-    monkeypatch.setattr(hooks, "HOOKS", (*HOOKS, *gone))
+    monkeypatch.setattr(check, "HOOKS", (*HOOKS, *gone))
     engine_config(mla_model, ON)
 
 
@@ -238,12 +236,12 @@ def test_the_hooks_of_a_launch_are_those_of_its_platform_and_runner(device: Part
 def test_a_process_checks_a_kind_of_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch is looked at twice; reading vLLM costs half a second."""
     checked: list[object] = []
-    monkeypatch.setattr(hooks, "HOOKS", (Hook("vllm.of_this", "Test"),))
-    monkeypatch.setattr(hooks, "check_hooks", lambda rows, vllm: checked.append(rows))
+    monkeypatch.setattr(check, "HOOKS", (Hook("vllm.of_this", "Test"),))
+    monkeypatch.setattr(check, "check_hooks", lambda rows, vllm: checked.append(rows))
     config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
     for _ in range(3):
         check_installed(config)
-    assert checked == [hooks.HOOKS]
+    assert checked == [check.HOOKS]
 
 
 def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +253,7 @@ def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch
     def unknown(_: str) -> str:
         raise PackageNotFoundError
 
-    monkeypatch.setattr(hooks, "version", unknown)
+    monkeypatch.setattr(check, "version", unknown)
     assert vllm_version() == "vllm (unknown version)"
 
 
@@ -269,6 +267,12 @@ class Attention(nn.Module):
     def prepare_kv_cache_update(self, attn_metadata: object) -> None:
         """Note the call."""
         self.calls.append(("prepare", attn_metadata))
+
+
+def hook_layers(layers: dict[str, Any], names: list[str], acquire: Callable[[str], None]) -> None:
+    """As a worker whose model has these layers hooks some of them."""
+    model = SimpleNamespace(static_forward_context=layers)
+    Adapter032(SimpleNamespace(compilation_config=model)).hook_layers(names, acquire)
 
 
 def test_a_layer_is_acquired_by_name_before_its_own_method() -> None:

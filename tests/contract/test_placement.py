@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kvpp_connectors.engine.adapter import Adapter032
 from kvpp_connectors.engine.placement import (
     backing_buffer,
     block_size_of,
@@ -24,6 +25,7 @@ from kvpp_connectors.engine.placement import (
     plan,
     read_bundles,
 )
+from kvpp_connectors.engine.rank import KvppRank
 from kvpp_connectors.engine.worker import KvppWorkerMixin
 from kvpp_connectors.launch.options import KvppOptions
 from kvpp_core.bundles import Component
@@ -240,7 +242,9 @@ def test_a_draft_that_shares_the_targets_cache_is_refused() -> None:
     worker.compilation_config = SimpleNamespace(
         static_forward_context={attn(0): own, attn(DRAFT): shared}
     )
-    worker._kvpp_group = group()
+    rank = KvppRank.__new__(KvppRank)
+    rank._worker, rank._adapter = worker, Adapter032(worker)
+    worker._kvpp = rank
     with pytest.raises(PlanError) as caught:
         worker.determine_available_memory()
     assert f"{attn(DRAFT)} uses the cache of {attn(LAYERS - 1)}" in str(caught.value)
@@ -260,7 +264,7 @@ class _Below:
 
 
 class _Worker(KvppWorkerMixin, _Below):
-    pass
+    compilation_config: Any
 
 
 def test_two_block_sizes_are_refused_with_both() -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpp_connectors.launch.rules import FULL_GRAPHS
-from kvpp_connectors.vllm_api.hooks import HOOKS, check_hooks
+from kvpp_connectors.vllm_api.check import check_hooks
+from kvpp_connectors.vllm_api.names_vllm032 import HOOKS
 from kvpp_connectors.vllm_api.sources import Sources
 from kvpp_core.errors import KvppError
 from tests.contract.wheels import Renamed, download, obtain

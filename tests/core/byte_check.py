@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvpp_core.history import History
 from kvpp_core.layout import SCRATCH_SLOTS
-from kvpp_core.policy import BroadcastPolicy, History, Mode, choose_mode, mode_bytes
+from kvpp_core.policy import BroadcastPolicy, Mode, choose_mode, mode_bytes
 from tests.core.rig import Rig
 
 __all__ = ["Seen", "check_step", "check_step_without_history"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kvpp_core.bundles import Component, LayerBundle
-from kvpp_core.layout import SCRATCH_SLOTS, Placement, ScratchPolicy, Span, build_layout
+from kvpp_core.layout import SCRATCH_SLOTS, ByteRange, Placement, ScratchPolicy, build_layout
 from kvpp_core.ownership import assign_owners
 
 __all__ = [
@@ -197,7 +197,7 @@ class RankMemory:
             for block in blocks:
                 rows[block] = pattern(component.name, block, writer, generation, size)
 
-    def _image_of(self, span: Span) -> torch.Tensor:
+    def _image_of(self, span: ByteRange) -> torch.Tensor:
         return self._image[self._guard + span.offset : self._guard + span.end]
 
     def _place(self, offset: int) -> str:

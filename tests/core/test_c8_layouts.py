@@ -21,8 +21,9 @@ from kvpp_core.bundles import Component, LayerBundle, group_bundles
 from kvpp_core.device.cpu import CpuStream
 from kvpp_core.errors import LoadFailed
 from kvpp_core.group import KvppGroup
+from kvpp_core.history import History
 from kvpp_core.layout import build_layout
-from kvpp_core.policy import BroadcastPolicy, History, Mode
+from kvpp_core.policy import BroadcastPolicy, Mode
 from kvpp_core.transfer import BundleTransfer
 from tests.core.byte_check import Seen, check_step
 from tests.core.cache_layouts import MIXES, ROWS, model, tensor_of

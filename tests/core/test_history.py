@@ -29,64 +29,70 @@ def step(*requests: ScheduledRequest, finished: tuple[str, ...] = ()) -> Schedul
     return ScheduledStep(requests, finished)
 
 
+def observed(history: BlockHistory, scheduled: ScheduledStep) -> tuple[int, ...]:
+    """The active blocks of a step, once the mirror has seen it."""
+    history.observe(scheduled)
+    return history.active(scheduled.requests)
+
+
 def test_a_new_request_has_no_history_and_then_what_it_has_computed() -> None:
     history = BlockHistory(BLOCK)
-    assert history.observe(step(new("a", [7, 3]))) == ()
-    assert history.observe(step(more("a", 8, 5))) == (3, 7)
-    assert history.observe(step(more("a", 9))) == (3, 5, 7)
+    assert observed(history, step(new("a", [7, 3]))) == ()
+    assert observed(history, step(more("a", 8, 5))) == (3, 7)
+    assert observed(history, step(more("a", 9))) == (3, 5, 7)
 
 
 def test_a_partly_filled_last_block_is_active() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [7, 3, 5])))
     for computed, active in [(1, (7,)), (4, (7,)), (5, (3, 7)), (8, (3, 7)), (12, (3, 5, 7))]:
-        assert history.observe(step(more("a", computed))) == active
+        assert observed(history, step(more("a", computed))) == active
 
 
 def test_blocks_without_computed_tokens_are_not_active() -> None:
     """A chunked prefill holds blocks for tokens to come."""
     history = BlockHistory(BLOCK)
-    assert history.observe(step(new("a", list(range(10)), computed=6))) == (0, 1)
+    assert observed(history, step(new("a", list(range(10)), computed=6))) == (0, 1)
 
 
 def test_a_prefix_hit_is_history_of_a_new_request_and_shared_blocks_count_once() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [1, 2])))
-    assert history.observe(step(more("a", 8, 3), new("b", [1, 2, 9], computed=8))) == (1, 2)
+    assert observed(history, step(more("a", 8, 3), new("b", [1, 2, 9], computed=8))) == (1, 2)
 
 
 def test_only_scheduled_requests_have_active_blocks() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [1]), new("b", [2])))
-    assert history.observe(step(more("b", 3))) == (2,)
-    assert history.observe(step(more("a", 2))) == (1,)
-    assert history.observe(step()) == ()
+    assert observed(history, step(more("b", 3))) == (2,)
+    assert observed(history, step(more("a", 2))) == (1,)
+    assert observed(history, step()) == ()
 
 
 def test_a_resumed_request_has_the_blocks_it_was_given_anew() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [1, 2])))
-    assert history.observe(step(new("a", [8, 9], computed=4))) == (8,)
-    assert history.observe(step(more("a", 7))) == (8, 9)
+    assert observed(history, step(new("a", [8, 9], computed=4))) == (8,)
+    assert observed(history, step(more("a", 7))) == (8, 9)
 
 
 def test_the_blocks_of_a_finished_request_belong_to_who_gets_them_next() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [1, 2])))
-    assert history.observe(step(new("b", [2, 1]), finished=("a",))) == ()
-    assert history.observe(step(more("b", 3))) == (2,)
+    assert observed(history, step(new("b", [2, 1]), finished=("a",))) == ()
+    assert observed(history, step(more("b", 3))) == (2,)
     assert dict(history.blocks) == {"b": [2, 1]}
 
 
 def test_a_request_may_finish_and_start_again_under_its_id_in_one_step() -> None:
     history = BlockHistory(BLOCK)
     history.observe(step(new("a", [1, 2])))
-    assert history.observe(step(new("a", [5], computed=2), finished=("a",))) == (5,)
+    assert observed(history, step(new("a", [5], computed=2), finished=("a",))) == (5,)
     assert dict(history.blocks) == {"a": [5]}
 
 
 def test_a_finished_request_that_was_never_seen_is_ignored() -> None:
-    assert BlockHistory(BLOCK).observe(step(finished=("aborted while waiting",))) == ()
+    assert observed(BlockHistory(BLOCK), step(finished=("aborted while waiting",))) == ()
 
 
 def test_a_request_that_goes_on_without_having_started_is_an_error_with_its_id() -> None:
@@ -104,7 +110,7 @@ def test_more_computed_tokens_than_blocks_is_an_error_with_the_figures() -> None
     with pytest.raises(
         KvppError, match=r"request a has 9 computed tokens, which take 3 blocks of 4 .* holds 2"
     ):
-        history.observe(step(new("a", [1, 2], computed=9)))
+        observed(history, step(new("a", [1, 2], computed=9)))
 
 
 def test_what_the_caller_does_with_its_lists_later_changes_nothing() -> None:
@@ -151,7 +157,7 @@ def test_the_mirror_equals_a_model_that_looks_at_every_token(data: st.DataObject
             computed = data.draw(st.integers(0, len(request.block_of_token)))
             active |= {request.block_of_token[token] for token in range(computed)}
             requests.append(ScheduledRequest(name, blocks, computed, 1, replaces))
-        assert history.observe(ScheduledStep(requests, finished)) == tuple(sorted(active))
+        assert observed(history, ScheduledStep(requests, finished)) == tuple(sorted(active))
         assert dict(history.blocks) == {name: request.blocks for name, request in naive.items()}
 
 
@@ -162,6 +168,6 @@ def test_the_blocks_of_prefills_leave_out_what_only_decodes_read() -> None:
     mixed = step(
         more("decode", 8), ScheduledRequest("chunk", (), 8, 4, replaces=False), new("first", [6])
     )
-    assert history.observe(mixed) == (1, 2, 3)
-    assert history.of_prefills(mixed) == (2, 3)
-    assert history.of_prefills(step(more("decode", 8))) == ()
+    assert observed(history, mixed) == (1, 2, 3)
+    assert history.active(mixed.prefills) == (2, 3)
+    assert history.active(step(more("decode", 8)).prefills) == ()

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.capacity import blocks_that_fit
 from kvpp_core.errors import PlanError
-from kvpp_core.layout import SCRATCH_SLOTS, Placement, RankLayout, Span, build_layout
+from kvpp_core.layout import SCRATCH_SLOTS, ByteRange, Placement, RankLayout, build_layout
 from tests.core.strategies import placements, sized
 
 FAST = settings(deadline=None, max_examples=200)
 BLOCKS = st.integers(0, 9)
 
 
-def _regions(layout: RankLayout) -> list[Span]:
+def _regions(layout: RankLayout) -> list[ByteRange]:
     """What takes memory of its own: scratch slots, own bundles, drafts."""
     own = [layout.targets[ordinal] for ordinal in layout.placement.owned]
     return [*layout.slots, *own, *layout.drafts]
@@ -34,7 +34,7 @@ def test_components_follow_each_other_inside_their_bundle(
     for bundle, span in every_bundle:
         offset = span.offset
         for component in bundle.components:
-            expected = Span(offset, component.bytes_per_block * blocks)
+            expected = ByteRange(offset, component.bytes_per_block * blocks)
             assert layout.components[component.name] == expected
             offset = expected.end
         assert offset == span.end

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import PlanError
+from kvpp_core.history import History, find_runs
 from kvpp_core.policy import (
     BroadcastPolicy,
     CostModel,
-    History,
     Mode,
     blocks_per_message,
     choose_mode,
-    find_runs,
     mode_bytes,
 )
 from tests.core.strategies import bundles

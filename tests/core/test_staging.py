@@ -7,7 +7,7 @@ import gc
 import psutil
 import pytest
 
-from kvpp_core.staging import allocate_staging
+from kvpp_core.transfer import allocate_staging
 
 SIZE = 256 << 20
 NOISE = 16 << 20

@@ -12,16 +12,24 @@ class WorkerFaults:
 
     def fault_stop_broadcasts(self, _: Any = None) -> None:
         """Let every transfer do nothing from now on."""
-        pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
+        pipeline = self._kvpp.driver.pipeline  # type: ignore[attr-defined]
         pipeline._transfer.start = lambda *args: None
 
     def fault_decode_here(self) -> None:
         """Let decode tokens attend to this rank's memory, as if their history had been sent."""
-        self._kvpp_decode.begin = lambda tokens: None  # type: ignore[attr-defined]
+        driver = self._kvpp.driver  # type: ignore[attr-defined]
+        begin = driver.begin
+
+        def begin_here() -> None:
+            begin()
+            if driver._step is not None:
+                driver._step.decode_tokens = None
+
+        driver.begin = begin_here
 
     def fault_stop_component(self, suffix: str) -> None:
         """Leave components whose name ends so out of every transfer in parts from now on."""
-        transfer = self._kvpp_pipeline._transfer  # type: ignore[attr-defined]
+        transfer = self._kvpp.driver.pipeline._transfer  # type: ignore[attr-defined]
         bundles, original = transfer._layout.placement.bundles, transfer._components
         transfer._components = lambda ordinal: [
             rows
@@ -35,7 +43,7 @@ class WorkerFaults:
         The component is the layer's first whose name ends with ``suffix``, the byte the last of
         the block's first float32: bits 0 to 6 are of its exponent.
         """
-        pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
+        pipeline = self._kvpp.driver.pipeline  # type: ignore[attr-defined]
         placement = pipeline.layout.placement
         if placement.rank == 0:
             components = placement.bundles[placement.owned[0]].components
@@ -45,8 +53,8 @@ class WorkerFaults:
 
     def observe_history(self, _: Any = None) -> list[str]:
         """Requests whose blocks this rank mirrors; none without KVPP."""
-        history = getattr(self, "_kvpp_history", None)
-        return sorted(history.blocks) if history is not None else []
+        kvpp = getattr(self, "_kvpp", None)
+        return sorted(kvpp.driver.history.blocks) if kvpp is not None else []
 
     def observe_allocation(self, _: Any = None) -> dict[str, int]:
         """Bytes under the caches of this rank, as torch sees them."""

@@ -98,9 +98,9 @@ class StoreFaults(WorkerFaults):
         """Hold the load of a layer where it is owned, and write down what is done to each layer."""
         gate = Gate(folder)
         rank, backend = self._rank(), self._store()
-        pipeline = self._kvpp_pipeline  # type: ignore[attr-defined]
+        pipeline = self._kvpp.driver.pipeline  # type: ignore[attr-defined]
         get, acquire, stream = type(backend).get, type(pipeline).acquire, pipeline._transfer._stream
-        layer_of = self._kvpp_layer_of  # type: ignore[attr-defined]
+        layer_of = self._kvpp.driver._layer_of  # type: ignore[attr-defined]
 
         def held(names: Sequence[str], buffers: Any) -> Any:
             of_layer = [

@@ -150,7 +150,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S4", "the engine does not tell its pipeline of the loads in a step",
-        "kvpp_connectors/engine/worker.py",
+        "kvpp_connectors/engine/step_driver.py",
         "loads.take_fences() if loads is not None else None", "None",
         "tests/pool/test_layer_order.py"
         "::test_a_layer_is_broadcast_after_its_load_and_attention_waits",
@@ -233,10 +233,8 @@ MUTATIONS = [
     Mutation(
         "S8", "active blocks come in the order of a rank's requests",
         "kvpp_core/history.py",
-        "        active = [self._update(request) for request in step.requests]\n"
-        "        return tuple(sorted(set(chain.from_iterable(active))))\n",
-        "        active = [self._update(request) for request in step.requests]\n"
-        "        return tuple(dict.fromkeys(chain.from_iterable(active)))\n",
+        "        return tuple(sorted(set(chain.from_iterable(found))))\n",
+        "        return tuple(dict.fromkeys(chain.from_iterable(found)))\n",
         f"{S08}::test_ranks_send_the_same_blocks_whatever_the_order_of_their_requests",
     ),
     Mutation(

@@ -88,7 +88,9 @@ def scheduled(names: list[str]) -> Any:
 def shuffled_step(rank: Rank, policy: BroadcastPolicy) -> tuple[tuple[int, ...], int, list[str]]:
     """A step whose requests rank 1 finds in another order."""
     names = sorted(REQUESTS, reverse=rank.rank == 1)
-    active = BlockHistory(4).observe(read_step(scheduled(names)))
+    history, step = BlockHistory(4), read_step(scheduled(names))
+    history.observe(step)
+    active = history.active(step.requests)
     r = make_rig(rank, "cpu", policy=policy)
     r.pipeline.begin(active)
     for ordinal in range(r.layers):

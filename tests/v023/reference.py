@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,8 +27,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from kvpp_connectors.engine.ascend.adapter_v023 import KvppWorkerMixin023
+from kvpp_connectors.engine.ascend.adapter_v023 import Adapter023
 from kvpp_connectors.engine.ascend.first_touch import hook_fused_decode
+from kvpp_connectors.engine.worker import KvppWorkerMixin
 
 __all__ = ["LATE", "KvppReferenceWorker", "ReferenceWorker", "install"]
 
@@ -268,27 +270,34 @@ class ReferenceWorker(CPUWorker):
     """vLLM's CPU worker: what runs where KVPP is off."""
 
 
-class KvppReferenceWorker(KvppWorkerMixin023, ReferenceWorker):
-    """KVPP over it, by the adapter of vllm-ascend."""
+class _ReferenceAdapter(Adapter023):
+    """The adapter of vllm-ascend, with its fused decode; or one that waits too late."""
 
-    def _kvpp_hook(self) -> None:
+    def hook_layers(self, components: Iterable[str], acquire: Callable[[str], None]) -> None:
         if LATE in os.environ:
-            self._wait_late()
+            self._wait_late(components, acquire)
             return
-        super()._kvpp_hook()
+        super().hook_layers(components, acquire)
         hook_fused_decode(DeviceOperator)
 
-    def _wait_late(self) -> None:
-        for component in self._kvpp_layer_of:
+    def _wait_late(self, components: Iterable[str], acquire: Callable[[str], None]) -> None:
+        for component in components:
             layer, _, index = component.rpartition("[")
-            impl = self._kvpp_layers()[layer].impl
+            impl = self.layers[layer].impl
             if index == "0]":
-                impl.forward = self._late(impl.forward, component)
+                impl.forward = _late(impl.forward, component, acquire)
 
-    def _late(self, forward: Any, component: str) -> Any:
-        def attend_first(*arguments: Any) -> torch.Tensor:
-            output: torch.Tensor = forward(*arguments)
-            self._kvpp_acquire(component)
-            return output
 
-        return attend_first
+def _late(forward: Any, component: str, acquire: Callable[[str], None]) -> Any:
+    def attend_first(*arguments: Any) -> torch.Tensor:
+        output: torch.Tensor = forward(*arguments)
+        acquire(component)
+        return output
+
+    return attend_first
+
+
+class KvppReferenceWorker(KvppWorkerMixin, ReferenceWorker):
+    """KVPP over it."""
+
+    _kvpp_adapter = _ReferenceAdapter

@@ -1,4 +1,4 @@
-"""KVPP on vLLM 0.23, as vllm-ascend 0.23 runs it: what differs from `KvppWorkerMixin` on 0.32.
+"""vLLM 0.23, as vllm-ascend 0.23 runs it: what differs from `Adapter032`.
 
 The engine plans one KVCacheTensor per layer without offsets, and the model runner allocates each
 layer's tensors by itself: there the KVPP layout is put in. A layer waits in its attention
@@ -7,12 +7,14 @@ implementation (`kvpp_connectors.engine.ascend.first_touch`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import lcm
 from typing import Any
 
 import torch
 
 from kvpp_connectors.connector.caches import layer_name
+from kvpp_connectors.engine.adapter import Adapter032
 from kvpp_connectors.engine.ascend.caches import (
     ALIGNMENT,
     aligned_buffer,
@@ -21,41 +23,50 @@ from kvpp_connectors.engine.ascend.caches import (
 )
 from kvpp_connectors.engine.ascend.first_touch import hook_implementation
 from kvpp_connectors.engine.placement import check_one_group, plan
-from kvpp_connectors.engine.worker import KvppWorkerMixin
+from kvpp_connectors.launch.options import KvppOptions
 from kvpp_core.bundles import Component
 from kvpp_core.errors import PlanError
+from kvpp_core.group import KvppGroup
 from kvpp_core.layout import Placement, RankLayout
 
-__all__ = ["KvppWorkerMixin023"]
+__all__ = ["Adapter023"]
 
 
-class KvppWorkerMixin023(KvppWorkerMixin):
-    """Mix in before a worker of vLLM 0.23 whose layers keep tuples of tensors."""
+class Adapter023(Adapter032):
+    """vLLM 0.23, where a layer keeps a tuple of tensors."""
 
-    _kvpp_memory: torch.Tensor
+    _memory: torch.Tensor
 
-    def _kvpp_plan(self, specs: dict[str, Any], drafts: frozenset[str]) -> Placement:
-        assert self._kvpp_group is not None
-        options = self._kvpp_options
-        # What aligning the buffer itself costs is counted, too.
-        self._kvpp_options = options.model_copy(
+    def options(self, options: KvppOptions) -> KvppOptions:
+        """Caches are aligned; what aligning the buffer itself costs is counted, too."""
+        return options.model_copy(
             update={
                 "alignment_bytes": lcm(options.alignment_bytes, ALIGNMENT),
                 "reserve_bytes": options.reserve_bytes + ALIGNMENT,
             }
         )
-        return plan(specs, drafts, self._kvpp_group, self._kvpp_options, self._kvpp_components)
 
-    def _kvpp_components(self, name: str, spec: Any) -> tuple[Component, ...]:
-        return components_of(name, spec, self._kvpp_layers()[name])
+    def plan(
+        self,
+        specs: dict[str, Any],
+        drafts: frozenset[str],
+        group: KvppGroup,
+        options: KvppOptions,
+    ) -> Placement:
+        """A layer's cache has a component for each of its tensors."""
+        return plan(specs, drafts, group, options, self._components)
 
-    def _kvpp_place(self, kv_cache_config: Any, layout: RankLayout) -> Any:
+    def _components(self, name: str, spec: Any) -> tuple[Component, ...]:
+        return components_of(name, spec, self.layers[name])
+
+    def place(self, kv_cache_config: Any, layout: RankLayout) -> Any:
+        """Put the layout into the model runner; the configuration stays."""
         check_one_group(kv_cache_config)
-        runner = self.model_runner
+        runner, device = self._worker.model_runner, self._worker.device
 
         def allocate(kv_cache_config: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-            self._kvpp_memory = aligned_buffer(layout.size, self.device)
-            tensors = raw_tensors(self._kvpp_memory, layout)
+            self._memory = aligned_buffer(layout.size, device)
+            tensors = raw_tensors(self._memory, layout)
             (group,) = kv_cache_config.kv_cache_groups
             if odd := set(tensors) ^ set(group.layer_names):
                 raise PlanError(
@@ -68,18 +79,19 @@ class KvppWorkerMixin023(KvppWorkerMixin):
         runner._allocate_kv_cache_tensors = allocate
         return kv_cache_config
 
-    def _kvpp_buffer(self, layout: RankLayout) -> torch.Tensor:
-        for name, tensors in raw_tensors(self._kvpp_memory, layout).items():
-            bound = self._kvpp_layers()[name].kv_cache
+    def buffer(self, layout: RankLayout) -> torch.Tensor:
+        """What `place` has let the model runner allocate."""
+        for name, tensors in raw_tensors(self._memory, layout).items():
+            bound = self.layers[name].kv_cache
             starts = [tensor.data_ptr() for tensor in bound]
             if starts != [tensor.data_ptr() for tensor in tensors]:
                 raise PlanError(f"the cache of {name} does not lie where KVPP put it")
-        return self._kvpp_memory
+        return self._memory
 
-    def _kvpp_hook(self) -> None:
-        layers = self._kvpp_layers()
+    def hook_layers(self, components: Iterable[str], acquire: Callable[[str], None]) -> None:
+        """A layer is acquired by the first of its components."""
         first: dict[str, str] = {}  # of each target layer, the component that stands for it
-        for component in self._kvpp_layer_of:
+        for component in components:
             first.setdefault(layer_name(component), component)
         for name, component in first.items():
-            hook_implementation(component, layers[name].impl, self._kvpp_acquire)
+            hook_implementation(component, self.layers[name].impl, acquire)
