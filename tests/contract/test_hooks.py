@@ -236,12 +236,13 @@ def test_the_hooks_of_a_launch_are_those_of_its_platform_and_runner(device: Part
 def test_a_process_checks_a_kind_of_launch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch is looked at twice; reading vLLM costs half a second."""
     checked: list[object] = []
-    monkeypatch.setattr(check, "HOOKS", (Hook("vllm.of_this", "Test"),))
-    monkeypatch.setattr(check, "check_hooks", lambda rows, vllm: checked.append(rows))
+    rows = (Hook("vllm.of_this", "Test"),)
+    monkeypatch.setattr(check, "HOOKS", rows)
+    monkeypatch.setattr(check, "check_hooks", lambda hooks, vllm: checked.append(hooks))
     config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
     for _ in range(3):
         check_installed(config)
-    assert checked == [check.HOOKS]
+    assert checked == [rows]
 
 
 def test_the_version_is_that_of_the_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
