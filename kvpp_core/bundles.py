@@ -1,4 +1,4 @@
-"""What one transformer layer keeps in the KV cache: components, and their bundle.
+"""The KV cache of one transformer layer: its components, and their bundle.
 
 Section 2.1 of the specification: a layer's main KV, indexer KV and quantization components form
 one bundle with a single owner.
@@ -17,7 +17,7 @@ __all__ = ["Component", "LayerBundle", "group_bundles", "largest_bytes_per_block
 
 @dataclass(frozen=True, slots=True, order=True)
 class Component:
-    """One cache tensor of a layer. ``name`` is the engine's own name for it."""
+    """One cache tensor of a layer, by the engine's name for it."""
 
     name: str
     bytes_per_block: int
@@ -46,7 +46,7 @@ class LayerBundle:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block of this layer takes, all components together."""
+        """Bytes of one block, all components together."""
         return sum(component.bytes_per_block for component in self.components)
 
 

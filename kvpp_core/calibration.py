@@ -1,7 +1,7 @@
-"""What a broadcast costs here: the constants of the cost model, measured once at start-up.
+"""The constants of the cost model, measured once at start-up.
 
-Every rank times the same broadcasts of a small trial layer, as the pipeline makes them; the slowest
-rank's times count, so that all ranks arrive at the same constants and choose the same modes.
+Every rank times the same broadcasts of a small trial layer, made as the pipeline makes them; the
+slowest rank's times count, so that all ranks compute the same constants and choose the same modes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _ONE = range(1)
 _MANY = range(0, 2 * _RUNS, 2)  # each a run of its own
 _SCATTERED = range(0, _BLOCKS, 2)
 _REPEATS = 4  # after a warm-up
-_LEAST_S = 1e-7  # a difference of two times may come out as nothing
+_LEAST_S = 1e-7  # the difference of two times may be 0 or less
 
 
 def measure_costs(
     group: KvppGroup, device: Device, place: torch.device | str, timeout: float
 ) -> CostModel:
-    """The constants for this group, the same on every rank. Collective.
+    """Measure the constants of this group, the same on every rank. Collective.
 
-    Takes 24 MiB at ``place`` while it lasts. ``timeout`` (seconds) bounds each wait.
+    Uses 24 MiB on ``place`` meanwhile. ``timeout`` (seconds) bounds each wait.
 
     Raises:
         KvppError: a broadcast failed or did not end in time.
@@ -59,12 +59,12 @@ def measure_costs(
         "full": trial(Mode.FULL, range(_BLOCKS)),
         "packed": trial(Mode.PACKED, _SCATTERED),
     }
-    everyone = [json.loads(said) for said in group.all_gather_bytes(json.dumps(mine).encode())]
-    return _fit({name: max(float(said[name]) for said in everyone) for name in mine})
+    by_rank = [json.loads(times) for times in group.all_gather_bytes(json.dumps(mine).encode())]
+    return _fit({name: max(float(times[name]) for times in by_rank) for name in mine})
 
 
 def _fit(seconds: dict[str, float]) -> CostModel:
-    """The constants that give these times, by `CostModel.seconds`."""
+    """The constants for which `CostModel.seconds` gives these times."""
     block = max((seconds["full"] - seconds["one"]) / (_BLOCKS - 1), _LEAST_S / _BLOCKS)
     latency = max(seconds["one"] - block, _LEAST_S)
     per_range = max((seconds["many"] - seconds["one"]) / (_RUNS - 1) - block, _LEAST_S)
@@ -78,7 +78,7 @@ def _fit(seconds: dict[str, float]) -> CostModel:
 
 
 def _quickest(start: Callable[[], None], stream: Stream, group: KvppGroup, timeout: float) -> float:
-    """Least seconds until what ``start`` submits has ended on this rank, begun together."""
+    """Least seconds until the work of ``start`` has ended on this rank; all ranks begin at once."""
     seconds = []
     for _ in range(_REPEATS + 1):
         group.all_gather_bytes(b"")

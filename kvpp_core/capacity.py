@@ -1,8 +1,7 @@
-"""How many blocks fit: per rank for the engine, per stage and deployment for `kvpp plan`.
+"""Blocks that fit: per rank for the engine, per stage and deployment for `kvpp plan`.
 
 Section 2.2 of the specification: available blocks = floor(available memory / physical bytes per
-block). Alignment padding is counted by laying the buffer out with the very builder that the
-allocation uses.
+block). Alignment padding is counted by the same builder that lays out the allocation.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def blocks_that_fit(placement: Placement, available_bytes: int) -> int:
     """The largest block count whose layout takes at most ``available_bytes`` on this rank.
 
     Raises:
-        PlanError: the rank has no cache at all, so that no count can be derived.
+        PlanError: the rank has no cache to size.
     """
     per_block = placement.physical_bytes_per_block
     if per_block == 0:
@@ -107,7 +106,7 @@ class DeploymentCapacity:
         return min(map(_blocks_unrounded, self.stages)) / off
 
     def explain(self) -> str:
-        """The figure in words: what binds, and the arithmetic behind it."""
+        """The figures as text: what limits them, and their arithmetic."""
         stage = self.stages[self.binding_stage_on]
         rank = stage.binding_rank
         owned = len(stage.owned_layers[rank])
@@ -180,7 +179,7 @@ def stage_capacity(
 
 
 def deployment(stages: Sequence[StageCapacity], block_size: int) -> DeploymentCapacity:
-    """Put the stages of one replica together.
+    """The capacity of one replica's stages together.
 
     Raises:
         PlanError: there is no stage, or ``block_size`` (tokens) is not positive.

@@ -1,7 +1,7 @@
-"""Attention at the owner: a layer's query heads go to the rank that keeps it, results come back.
+"""Attention at the owner: a layer's query heads go to the rank that owns it, results come back.
 
-What moves is a query and a result for each token and head, whatever the length of the history: a
-decode step reads all of its requests' history and adds one token to each.
+A query and a result move per token and head, independent of the history's length: a decode step
+reads all of its requests' history and adds one token to each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["HeadExchange", "HeadGroup"]
 class HeadGroup(Protocol):
     """The ranks that share a model's heads: vLLM's tensor parallel group.
 
-    The model's own group, because a layer waits for each call: it has the engine's quickest way for
-    small tensors, and no broadcast is ever met in it.
+    Each layer waits for these calls: this group has the engine's fastest way for small tensors, and
+    no broadcast runs in it.
     """
 
     world_size: int
@@ -35,7 +35,7 @@ class HeadGroup(Protocol):
 
 
 class HeadExchange:
-    """One rank's end. For the thread that runs the model; every call is collective."""
+    """One rank's end of the exchange. For the model's thread; every call is collective."""
 
     def __init__(self, group: HeadGroup, spans: SpanRecorder) -> None:
         self._group, self._spans = group, spans
@@ -52,20 +52,20 @@ class HeadExchange:
         """This rank's heads of a layer's attention, computed by group rank ``owner``.
 
         Args:
-            layer: which; the same on every rank.
-            owner: the same on every rank.
+            layer: index of the layer; the same on every rank.
+            owner: its owner's group rank; the same on every rank.
             query: (tokens, heads of this rank, head size); the same shape on every rank.
-            width: of a result's head; results have the query's dtype.
+            width: elements of a result per head; results have the query's dtype.
             attention: called on the owner alone with (tokens, all heads, head size), returns
-                (tokens, all heads, width). It must treat every head by itself.
+                (tokens, all heads, width). Heads must be independent of each other.
 
         Returns:
             (tokens, heads of this rank, width), contiguous.
         """
         tokens, heads, _ = query.shape
         ranks, rank = self._group.world_size, self._group.rank_in_group
-        # Not a gather to the owner: vLLM's over shared memory does not hold back a rank that is
-        # calls ahead, and a rank that owns nothing for a while gets stuck.
+        # Not a gather to the owner: vLLM's, over shared memory, does not hold back a rank that is
+        # calls ahead, and a rank that owns no layer for a while hangs.
         begun = time.monotonic_ns()
         whole = self._group.all_gather(query.contiguous(), 1)
         gathered = time.monotonic_ns()
@@ -75,14 +75,14 @@ class HeadExchange:
             results = query.new_zeros((tokens, ranks * heads, width))
         attended = time.monotonic_ns()
         self.bytes += (ranks - 1) * (whole.nbytes + results.nbytes)
-        # One summand is not zero: no rounding, whatever the order of the sum.
+        # Only one summand is not zero: the sum is exact in any order.
         mine = self._group.all_reduce(results)[:, rank * heads : (rank + 1) * heads]
         if self._spans.on:
-            given = time.monotonic_ns()
+            returned = time.monotonic_ns()
             for name, begin, end, nbytes in (
                 ("queries", begun, gathered, whole.nbytes),
                 ("attention", gathered, attended, 0),
-                ("results", attended, given, results.nbytes),
+                ("results", attended, returned, results.nbytes),
             ):
                 self._spans.add(
                     Lane.EXCHANGE, name, begin, end, layer, owner=owner, tokens=tokens,

@@ -67,7 +67,7 @@ class KvppGroup:
         )
         parts = [torch.zeros_like(mine) for _ in self.ranks]
         dist.all_gather(parts, mine, group=self.control)
-        # torch gathers in the order of global ranks, whatever order the group was made with.
+        # torch gathers in the order of global ranks, not in that of the group's list.
         gathered = {
             rank: part[: int(size)].numpy().tobytes()
             for rank, part, size in zip(sorted(self.ranks), parts, sizes, strict=True)
@@ -89,8 +89,8 @@ def make_group(
     """Create the process groups of every KVPP group, and return this rank's.
 
     Every rank of the world must call this with the same ``all_groups`` (global ranks): ranks that
-    create their own groups only, one call each, cross-talk silently. ``timeout`` (seconds) bounds
-    each collective.
+    each create only their own group would exchange data with wrong peers, silently. ``timeout``
+    (seconds) bounds each collective.
 
     Raises:
         PlanError: this rank is in no group, or in two.

@@ -1,9 +1,9 @@
 """The facts that the ranks of a group must agree on, and the check that they do.
 
-A difference found here is a refusal with both values; found later it would be a hang or garbage.
-The manifest's digest also names the topology to a KV pool and to a decode peer, so it holds only
-what decides bytes and owners. What decides collectives beyond that (block count, broadcast policy,
-staging) is compared too, as ``run`` facts, but is not part of the digest.
+A difference found here is an error with both values; found later it would be a hang or wrong bytes.
+The manifest's digest also identifies the topology to a KV pool and to a decode peer, so it holds
+only what determines bytes and owners. What else determines collectives (block count, broadcast
+policy, staging) is compared as ``run`` facts, which are not in the digest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which rank keeps which bundle for good.
+"""Which rank owns which bundle.
 
 Section 2.1 of the specification: contiguous, balanced partitions of the target layers of one PP
 stage; lower ranks take the remainder. Balancing by bytes is our option for models whose bundles

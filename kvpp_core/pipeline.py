@@ -63,7 +63,7 @@ class _State(Enum):
 
 
 class _LoadStatus(IntEnum):
-    """The owner's word on a load, as broadcast."""
+    """The outcome of a load on the owner, as broadcast."""
 
     OK = 0
     FAILED = 1
@@ -95,7 +95,7 @@ class Pipeline:
     All methods are called from the thread that runs the model; fences may be completed from any
     thread. ``buffer`` is the rank's KV memory as one-dimensional bytes laid out by ``layout``,
     ``staging`` memory of the same device for packed messages. ``spans`` records when what runs in
-    steps with history; whoever calls begin() tells it where a step begins.
+    steps with history; its begin_step() is the caller's.
     """
 
     def __init__(
@@ -204,8 +204,8 @@ class Pipeline:
         Raises:
             AcquireOrderError: the layer is not a target layer, or not the next one.
             LoadFailed: the owner could not load the layer (on every rank of the group), and begin()
-                was told nobody to call.
-            PipelineClosed: after close() or a failed abort(): nobody keeps the layer readable.
+                got no ``on_load_failed``.
+            PipelineClosed: after close() or a failed abort(): the layer may be unreadable.
             TransferTimeout: the broadcast did not end in time.
         """
         step = self._step
@@ -255,7 +255,7 @@ class Pipeline:
         self._finish_step()
 
     def abort(self) -> None:
-        """Give up a step, from any state of it: wait until nothing is in flight.
+        """Abandon a step at any point: wait until nothing is in flight.
 
         Afterwards no transfer reads or writes the buffer, and a new step may begin.
 
@@ -270,7 +270,7 @@ class Pipeline:
         self._finish_step()
 
     def close(self) -> None:
-        """Leave nothing in flight; refuse further steps. May be called twice.
+        """Wait until nothing is in flight; refuse further steps. May be called twice.
 
         Raises:
             TransferTimeout: the transfer in flight did not end.
@@ -415,10 +415,10 @@ class Pipeline:
 
 
 class _Load:
-    """How a load went, decided once, by the first who asks.
+    """The outcome of a load, decided once, at the first call.
 
-    The transfer stream asks just before it sends the layer, so a load that ends after its time,
-    when older bytes have been sent, cannot pass for a good one.
+    The transfer stream decides just before it sends the layer, so a load that ends late, after
+    older bytes have been sent, cannot count as a success.
     """
 
     def __init__(self, fence: Fence) -> None:
@@ -445,5 +445,5 @@ class _Load:
 
 
 def _error_of(fence: Fence) -> BaseException | None:
-    """What a fence that is done failed with; a cancelled one raises when asked."""
+    """The error of a fence that is done; exception() would raise if it was cancelled."""
     return CancelledError() if fence.cancelled() else fence.exception()

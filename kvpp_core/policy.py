@@ -1,4 +1,4 @@
-"""What a broadcast sends: none, full, runs of active blocks, or packed, and who decides.
+"""The modes of a broadcast (none, full, runs of active blocks, packed) and their choice.
 
 Section 2.3 of the specification broadcasts the complete bundle, so that traffic grows with the
 pool. Only blocks that hold history of the step's requests are ever read, so ``auto`` chooses per
@@ -39,7 +39,7 @@ class Mode(StrEnum):
 
 
 class BroadcastPolicy(StrEnum):
-    """How the mode of a broadcast is found."""
+    """How the mode of a broadcast is chosen."""
 
     AUTO = "auto"  # the cheapest by the cost model
     FULL = "full"  # the specification
@@ -53,12 +53,12 @@ class DecodePolicy(StrEnum):
 
     BROADCAST = "broadcast"  # on its own rank: the history moves
     OWNER = "owner"  # at the owner: its query moves
-    AUTO = "auto"  # at the owner where that can be done
+    AUTO = "auto"  # at the owner where supported
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a broadcast costs in one group: seconds, and bytes per second (see calibration.py)."""
+    """Costs of a broadcast in one group, from calibration.py: seconds, and bytes per second."""
 
     latency: float  # of one message
     per_range: float  # of each further message of the same bundle
@@ -92,10 +92,10 @@ def choose_mode(
     cost: CostModel,
     staging_bytes: int,
 ) -> Mode:
-    """The mode for one bundle in one step. The same on every rank: it looks at shared facts only.
+    """The mode for one bundle in one step, from facts that are the same on every rank.
 
-    ``auto`` sends a full bundle only when more than half of the pool is active, however cheap the
-    model thinks it: the links carry other traffic too.
+    ``auto`` sends a full bundle only if more than half of the pool is active, even where the cost
+    model prefers it: the links carry other traffic, too.
     """
     if not history.blocks:
         return Mode.NONE
@@ -104,7 +104,7 @@ def choose_mode(
     can_pack = staging_bytes >= bundle.bytes_per_block
     if policy is BroadcastPolicy.PACKED:
         return Mode.PACKED if can_pack else Mode.RUNS
-    messages = {}  # the first of equals is taken
+    messages = {}  # of equal costs the first wins
     if policy is BroadcastPolicy.AUTO and 2 * len(history.blocks) > history.num_blocks:
         messages[Mode.FULL] = 1
     messages[Mode.RUNS] = len(history.runs) * len(bundle.components)

@@ -1,4 +1,4 @@
-"""What the pipeline counts: steps, broadcasts, bytes and the time a forward waited for them."""
+"""Counters of the pipeline: steps, broadcasts, bytes, and the forward's waits for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PipelineStats:
     steps_with_history: int = 0
     broadcasts: Counter[Mode] = field(default_factory=Counter)
     bytes: Counter[Mode] = field(default_factory=Counter)
-    active_history_bytes: int = 0  # what a step needed: active blocks of every target bundle
+    active_history_bytes: int = 0  # active blocks of every target bundle: what steps needed
     full_bytes: int = 0  # what the specification's complete bundles would have moved
     wait_ns: int = 0  # host time that a forward waited for its layers' bytes
     layer_wait_ns: Counter[int] = field(default_factory=Counter)  # the same by layer
@@ -27,7 +27,7 @@ class PipelineStats:
 
     @property
     def wait_seconds(self) -> float:
-        """Exposed waiting: time that no computation hid. On an accelerator the host's alone."""
+        """Exposed waits: time that no computation hid. On an accelerator only the host's."""
         return self.wait_ns / 1e9
 
     def waited(self, layer: int, nanoseconds: int) -> None:

@@ -1,8 +1,8 @@
-"""When what ran: the spans of a rank's last steps, for `python -m benchmarks trace`.
+"""The spans of a rank's last steps, for `python -m benchmarks trace`.
 
 The code that does something records its span. Times are nanoseconds of CLOCK_MONOTONIC, which all
 processes of a Linux machine share, so that the ranks of one machine need no alignment. They are the
-host's: of work that an accelerator does later they say when it was handed over.
+host's: for work on an accelerator, the time of its launch.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class SpanRecorder:
 
     @property
     def on(self) -> bool:
-        """Whether spans are kept. Ask before a span's facts are gathered."""
+        """Whether spans are kept. Check it before computing a span's facts."""
         return self._steps is not None
 
     def start(self, steps: int, most_spans: int = _MOST_SPANS) -> None:
-        """Forget everything; keep the last ``steps`` steps, of each ``most_spans`` at most."""
+        """Start anew: keep the last ``steps`` steps, and at most ``most_spans`` of each."""
         with self._lock:
             self._steps = deque(maxlen=steps)
             self._most, self._begun, self._dropped = most_spans, 0, 0
@@ -124,10 +124,10 @@ class SpanRecorder:
 
 
 class BroadcastSpans:
-    """The pieces of one layer's broadcast on this rank: queued, pack, send, unpack.
+    """The parts of one layer's broadcast on this rank: queued, pack, send, unpack.
 
-    Made when the broadcast is submitted; ``queued`` ends when its first piece begins. Without a
-    recorder that is on, operations are left as they are.
+    Made when the broadcast is submitted; ``queued`` ends when its first part begins. While the
+    recorder is off, operations are not wrapped.
     """
 
     def __init__(self, spans: SpanRecorder, layer: int, owner: int, mode: str) -> None:

@@ -30,19 +30,19 @@ _Views = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Some of the active blocks, packed."""
+    """Some of the active blocks: their ids and their packed message."""
 
     ids: torch.Tensor
     message: torch.Tensor
     views: _Views
 
     def gather(self) -> None:
-        """From the block ids into the message."""
+        """Copy the blocks into the message."""
         for rows, place in self.views:
             torch.index_select(rows, 0, self.ids, out=place)
 
     def scatter(self) -> None:
-        """From the message to the same block ids."""
+        """Copy the message into the same blocks."""
         for rows, place in self.views:
             rows.index_copy_(0, self.ids, place)
 
@@ -91,7 +91,7 @@ class BundleTransfer:
             self._start_packed(ordinal, index, spans)
 
     def _start_runs(self, ordinal: int, history: History, spans: BroadcastSpans) -> None:
-        """All runs at once: no message waits for the end of another."""
+        """Submit all runs at once: no message waits for the end of another."""
         messages = [
             rows[first : first + length].view(-1)
             for rows in self._components(ordinal)
@@ -113,7 +113,7 @@ class BundleTransfer:
                 self._unpack(slices, owner, spans, what)
 
     def _pack(self, slices: Sequence[_Slice], owner: int, spans: BroadcastSpans) -> Work:
-        """Gather a slice while the one before is on its way."""
+        """Gather each slice while the one before is sent."""
         works = []
         for piece in slices:
             spans.timed("pack", piece.gather, piece.message.numel(), len(piece.ids))()
@@ -123,7 +123,7 @@ class BundleTransfer:
     def _unpack(
         self, slices: Sequence[_Slice], owner: int, spans: BroadcastSpans, what: str
     ) -> None:
-        """Receive all; scatter a slice while the next ones are on their way."""
+        """Receive all slices; scatter each while the next ones arrive."""
         works: list[Work] = []
 
         def receive() -> Work:
@@ -140,7 +140,7 @@ class BundleTransfer:
             self._stream.run(scatter, f"scattering {what}")
 
     def _slices(self, ordinal: int, ids: torch.Tensor) -> list[_Slice]:
-        """The parts that staging memory is sent in; the same on every rank."""
+        """The slices in which staging memory is sent; the same on every rank."""
         bundle = self._layout.placement.bundles[ordinal]
         total = len(ids) * bundle.bytes_per_block
         count = min(max(total // _SLICE_BYTES, 1), _SLICES)
@@ -192,7 +192,7 @@ class BundleTransfer:
         works = [self._group.broadcast(message, owner) for message in messages]
         if ended is None:
             return _Together(works)
-        if messages[0].is_cpu:  # nobody may look for long; elsewhere a future is the device's
+        if messages[0].is_cpu:  # polls may come late; on a device a future is the device's
             _ended(works).add_done_callback(lambda _: ended())
         return _Watched(_Together(works), ended)
 
@@ -220,12 +220,12 @@ class _Together:
             try:
                 work.wait(*timeout)
             except RuntimeError:
-                self._failed = work.is_completed()  # not so when only the time ran out
+                self._failed = work.is_completed()  # not if only the timeout expired
                 raise
 
 
 class _Watched:
-    """A Work that calls ``ended`` whenever it is seen to have ended."""
+    """A Work that calls ``ended`` whenever it is found to have ended."""
 
     def __init__(self, work: Work, ended: Callable[[], None]) -> None:
         self._work, self._ended = work, ended

@@ -1,8 +1,8 @@
 """Streams on CUDA and Ascend NPUs, through torch's device-neutral Stream and Event.
 
-No call blocks the host, except a wait for a load fence, which is a host matter: collectives of
-one device must be launched in one order (NCCL and HCCL deadlock otherwise), so the launch waits.
-No accelerator was at hand: tests run it on torch-npu over a simulated CANN (docs/ascend.md).
+No call blocks the host but a wait for a load fence: the load is a host operation, and collectives
+of one device must be launched in one order (NCCL and HCCL deadlock otherwise), so the launch waits.
+Tests run it on torch-npu over a simulated CANN (docs/ascend.md).
 """
 
 from __future__ import annotations

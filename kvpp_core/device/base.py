@@ -1,8 +1,8 @@
-"""The contract of a device: two streams, and events between them.
+"""The device protocol: two streams, and events between them.
 
 A stream executes what is submitted to it in order. An event marks a point in a stream. The
 pipeline uses two streams: ``compute``, on which the model runs, and ``transfer``, on which layers
-are broadcast. `CpuStream` and `AcceleratorStream` keep the same promises; the ordering tests run
+are broadcast. `CpuStream` and `AcceleratorStream` implement it; the ordering tests run
 against a simulated device that delays both streams, and on a simulated NPU.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 __all__ = ["Device", "Event", "Fence", "Stream", "Work", "await_fence"]
 
-# Something on the host to wait for before a layer may be broadcast or read: a pool load.
+# A host operation that must end before a layer may be broadcast or read: a load from a pool.
 Fence = Future[Any]
 
 
@@ -75,7 +75,7 @@ class Stream(Protocol):
     def wait_fence(self, fence: Fence, timeout: float, what: str) -> None:
         """Let everything submitted later wait until ``fence`` is done, or ``timeout`` s are over.
 
-        Never raises: who needs to know how the load went reads the fence.
+        Never raises: the fence itself holds the outcome of the load.
         """
         ...
 

@@ -1,11 +1,10 @@
 """Streams on the CPU.
 
-The forward's own thread is the compute stream: what it submits is done when the call returns.
-The transfer stream is a queue that is pushed forward by whoever touches it, as far as it goes
+The forward's thread is the compute stream: an operation has ended when its call returns. The
+transfer stream is a queue without a thread of its own. Every caller advances it as far as it goes
 without blocking: the forward's thread when it submits, the thread that completes a load fence, and,
-blocking, whoever waits for one of its events. Bytes move in the process group's own threads.
-No thread of ours stands between: under the interpreter lock a hand-over costs up to 8 ms, a
-broadcast 0.13 ms.
+blocking, a thread that waits for one of its events. Bytes move in the process group's threads. A
+thread in between would cost up to 8 ms per hand-over under the GIL; a broadcast takes 0.13 ms.
 """
 
 from __future__ import annotations
@@ -88,11 +87,11 @@ _DONE = _Done()
 
 
 class CpuStream:
-    """A queue of operations, pushed forward by whoever touches it. Thread-safe.
+    """A queue of operations that its callers advance. Thread-safe.
 
-    After an operation fails the stream is broken: what is queued is dropped, and every later call
-    raises the same error. Nobody blocks while he holds the lock: the thread that completes a load
-    fence takes it, and a forward that waits for that very thread's next load must not hold it up.
+    After an operation fails the stream is broken: the queue is dropped, and every later call raises
+    the same error. No caller blocks while it holds the lock: the thread that completes a load fence
+    takes it, and a forward that waits for that thread's next load must not block it.
     """
 
     def __init__(self) -> None:
@@ -136,22 +135,22 @@ class CpuStream:
             self._advance(self._submitted)
 
     def _on_fence(self, fence: Future[object]) -> None:
-        """Called in the thread that completes a fence: go on without waiting for the forward.
+        """Advance the queue in the thread that completes a fence, without the forward's.
 
-        An error is kept by the queue and raised to whoever waits for it. An operation that itself
-        completes a fence comes here too; its own _advance() goes on.
+        The queue keeps an error and raises it to its waiters. An operation that itself completes a
+        fence comes here, too; the _advance() that runs it continues.
         """
         with self._lock:
             if self._error is None and not self._starting:
                 self._advance(self._submitted)
 
     def passed(self, position: int) -> bool:
-        """Whether everything up to ``position`` has ended. Pushes the queue as far as it goes."""
+        """Whether everything up to ``position`` has ended. Advances the queue without blocking."""
         with self._lock:
             return self._advance(position)
 
     def wait_for(self, position: int, timeout: float) -> None:
-        """Push the queue up to ``position``, blocking at most ``timeout`` seconds."""
+        """Advance the queue to ``position``, blocking for at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             with self._lock:
@@ -184,7 +183,7 @@ class CpuStream:
         self._starting = True
         try:
             # The forward made these tensors in inference mode; a thread that completes a fence
-            # is outside of it, and could not write them.
+            # is outside of it and could not write them.
             with torch.inference_mode():
                 return operation.start() or _DONE
         finally:
@@ -226,7 +225,7 @@ class _Mark:
 
 
 class _WorkPending:
-    """torch.distributed's Work as a pending operation; a timeout is told from a failure."""
+    """torch.distributed's Work as a pending operation; tells timeouts from failures."""
 
     def __init__(self, work: Work, what: str) -> None:
         self._work = work
