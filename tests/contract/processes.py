@@ -36,7 +36,11 @@ def run(
 
 
 def run_python(
-    code: str, folder: Path, *arguments: str, python: str = sys.executable, **environment: str
+    code: str,
+    folder: Path,
+    *arguments: str,
+    python: str = sys.executable,
+    **environment: str | None,
 ) -> Any:
     """Run a program and return the JSON value that it prints on its last line."""
     command = [python, "-c", textwrap.dedent(code), *arguments]

@@ -160,6 +160,7 @@ def test_a_line_that_vllm_does_not_take_is_code_2(
     assert checked[name].lines[0].startswith(text)
 
 
+@pytest.mark.process
 def test_the_doctor_finds_this_machine_ready() -> None:
     result = CliRunner().invoke(app, ["doctor"], env=WIDE)
     assert result.exit_code == 0, result.output
@@ -170,6 +171,7 @@ def test_the_doctor_finds_this_machine_ready() -> None:
     assert "kvpp_connectors.engine.cpu.worker.KvppCpuWorker" in result.stdout
 
 
+@pytest.mark.process
 def test_the_doctor_judges_the_rotary_embedding_with_the_profile_only() -> None:
     """Without the profile it may be wrong: that is why the profile switches it off."""
     findings = {finding.what: finding for finding in examine()}
@@ -179,12 +181,14 @@ def test_the_doctor_judges_the_rotary_embedding_with_the_profile_only() -> None:
     assert bool(without.remedy) == (without.found != "right on strided inputs")
 
 
+@pytest.mark.process
 def test_the_doctor_says_why_ranks_do_not_reach_one_another() -> None:
     result = CliRunner().invoke(app, ["doctor"], env=WIDE | {"GLOO_SOCKET_IFNAME": "nosuch0"})
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
     assert "nosuch0" in result.output and "GLOO_SOCKET_IFNAME names" in result.output
 
 
+@pytest.mark.process
 def test_the_doctor_fails_where_a_hook_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvpp_connectors.vllm_api import check
     from kvpp_connectors.vllm_api.hook import Hook

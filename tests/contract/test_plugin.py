@@ -305,6 +305,11 @@ def test_the_core_never_imports_vllm_or_the_connectors() -> None:
             assert not {"vllm", "kvpp_connectors"} & packages_of(imported(tree, functions=True))
 
 
+def test_nothing_of_the_wheel_imports_what_is_not_in_it() -> None:
+    for _, tree in sources():
+        assert not {"benchmarks", "tests"} & packages_of(imported(tree, functions=True))
+
+
 def test_the_plugin_imports_nothing_heavy_itself() -> None:
     tree = dict(sources())["kvpp_connectors.plugin"]
     light = {"__future__", "collections", "importlib", "pathlib", "typing"}

@@ -133,7 +133,8 @@ def test_the_command_of_the_wheel_plans(venv: Path) -> None:
 @pytest.fixture(scope="module")
 def launch(venv: Path, mla_model: Path) -> Any:
     """What a launch with KVPP on finds in the environment of the wheel."""
-    return run_python(LAUNCH, venv, str(mla_model), python=str(venv / "bin" / "python"))
+    python = str(venv / "bin" / "python")
+    return run_python(LAUNCH, venv, str(mla_model), python=python, PYTHONPATH=None)
 
 
 def test_vllm_finds_the_plugin_of_the_wheel(launch: Any, venv: Path, wheel: Path) -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.safety.machine import Requests
 from tests.safety.site import Kind, Launch
 
+FEW = 2_000
 STEPS = int(os.environ.get("SAFETY_STEPS", "10000"))
 SEED = int(os.environ.get("SAFETY_SEED", "0"))
 BATCH = settings(
@@ -45,13 +46,24 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_the_first_interleavings_end_well(name: str, mla_model: Path) -> None:
+    """Blocks, bytes, answers and accounts, after every step and in the end."""
+    _run(name, mla_model, FEW)
+
+
+@pytest.mark.grid
 @pytest.mark.timeout(900 + STEPS / 50)
 @pytest.mark.parametrize("name", KINDS)
 def test_every_interleaving_ends_well(name: str, mla_model: Path) -> None:
-    """Blocks, bytes, answers and accounts, after every step and in the end."""
+    """More of them."""
+    _run(name, mla_model, STEPS)
+
+
+def _run(name: str, mla_model: Path, steps: int) -> None:
     machine: Any = type("Machine", (Requests,), {"launch": Launch(mla_model, KINDS[name])})
     for batch in count(SEED):  # hypothesis remembers all examples of a batch
         run_state_machine_as_test(seed(f"{name} {batch}")(machine), settings=BATCH)
-        if machine.steps_done >= STEPS:
+        if machine.steps_done >= steps:
             break
     print(f"{name}: {machine.steps_done:,} steps, seeds {SEED} to {batch}")
