@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvpp_connectors.pool.block_objects import BlockObject
-    from kvpp_connectors.pool.store.base import Outcome
-    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+    from kvpp_connectors.pool.store.base import StoreOutcome
+    from kvpp_connectors.pool.store.mooncake import MooncakeStore
 
 __all__ = ["LAYERS", "Client", "pool"]
 
@@ -24,7 +24,7 @@ _PREFIX = "kvpp1@bench"
 
 
 @contextmanager
-def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
+def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeStore]]:
     """A master's address and a client; this process or another lends ``size`` bytes of memory.
 
     Raises:
@@ -44,7 +44,7 @@ def pool(size: int, own_memory: bool) -> Iterator[tuple[str, MooncakeBackend]]:
 class Client:
     """A worker's caches with blocks to save and load, and the same bytes packed for raw calls."""
 
-    def __init__(self, backend: MooncakeBackend, size: int, blocks: int) -> None:
+    def __init__(self, backend: MooncakeStore, size: int, blocks: int) -> None:
         """Objects of ``size`` bytes of payload; the caches have twice as many blocks."""
         import torch
 
@@ -160,14 +160,14 @@ class Client:
         return [start + i * step for i in range(count)], [step] * count
 
 
-def _backend(master: str, segment: int) -> MooncakeBackend:
-    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+def _backend(master: str, segment: int) -> MooncakeStore:
+    from kvpp_connectors.pool.store.mooncake import MooncakeStore
     from kvpp_connectors.pool.store.mooncake_settings import read_mooncake_settings
 
     inline = {"master_server_address": master, "global_segment_size": segment}
-    return MooncakeBackend(read_mooncake_settings({"mooncake": inline}, {}), HOST, "tcp", segment)
+    return MooncakeStore(read_mooncake_settings({"mooncake": inline}, {}), HOST, "tcp", segment)
 
 
-def _expect_ok(outcomes: Sequence[Outcome]) -> None:
+def _expect_ok(outcomes: Sequence[StoreOutcome]) -> None:
     if bad := [outcome for outcome in outcomes if not outcome.ok]:
         raise RuntimeError(f"{len(bad)} of {len(outcomes)} objects failed: {bad[0]}")

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 from kvpp_connectors.connector.ports import reserved_ports
-from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result
-from kvpp_connectors.pool.store.memcache import CONFIG_VARIABLE, MemCacheBackend, MemoryKind
+from kvpp_connectors.pool.store.base import Buffer, PoolUnavailable, StoreOutcome, StoreResult
+from kvpp_connectors.pool.store.memcache import CONFIG_VARIABLE, MemCacheStore, MemoryKind
 from kvpp_core.errors import KvppError
 
 POISON = 0xEE
@@ -89,32 +89,32 @@ def _wait(cache: torch.Tensor) -> None:
         torch.npu.synchronize()
 
 
-def save(backend: MemCacheBackend, keys: Sequence[str], caches: Caches, report: Report) -> None:
+def save(backend: MemCacheStore, keys: Sequence[str], caches: Caches, report: Report) -> None:
     """Blocks go into the pool, once."""
     caches.fill()
     buffers = caches.buffers(len(caches.layers))
     report.step(not any(backend.exist(keys)), "a lookup before the save finds nothing", "")
-    _moved(report, "save", Result.STORED, buffers, lambda: backend.put(keys, buffers))
+    _moved(report, "save", StoreResult.STORED, buffers, lambda: backend.put(keys, buffers))
     found = sum(backend.exist(keys))
     report.step(found == len(keys), "a lookup after the save finds all", f"{found} blocks")
     again = lambda: backend.put(keys, buffers)  # noqa: E731
-    _moved(report, "the same save again", Result.ALREADY_THERE, buffers, again)
+    _moved(report, "the same save again", StoreResult.ALREADY_THERE, buffers, again)
 
 
-def load(backend: MemCacheBackend, keys: Sequence[str], caches: Caches, report: Report) -> None:
+def load(backend: MemCacheStore, keys: Sequence[str], caches: Caches, report: Report) -> None:
     """Blocks come back into poisoned caches, byte for byte; what cannot come is told."""
     buffers = caches.buffers(len(caches.layers))
-    _moved(report, "load", Result.LOADED, buffers, lambda: backend.get(keys, buffers))
+    _moved(report, "load", StoreResult.LOADED, buffers, lambda: backend.get(keys, buffers))
     wrong = caches.wrong_rows()
     report.step(wrong == 0, "the loaded bytes are those that were saved", f"{wrong} wrong rows")
     one = buffers[:1]
     absent = lambda: backend.get([keys[0] + "-absent"], one)  # noqa: E731
-    _moved(report, "load of what was never saved", Result.MISSING, one, absent)
+    _moved(report, "load of what was never saved", StoreResult.MISSING, one, absent)
     short = caches.buffers(len(caches.layers) - 1)[:1]
     _moved(
         report,
         "load into a buffer that is too short",
-        Result.WRONG_LENGTH,
+        StoreResult.WRONG_LENGTH,
         short,
         lambda: backend.get(keys[:1], short),
     )
@@ -123,9 +123,9 @@ def load(backend: MemCacheBackend, keys: Sequence[str], caches: Caches, report: 
 def _moved(
     report: Report,
     what: str,
-    expected: Result,
+    expected: StoreResult,
     buffers: Sequence[Buffer],
-    move: Callable[[], list[Outcome]],
+    move: Callable[[], list[StoreOutcome]],
 ) -> None:
     started = time.perf_counter()
     outcomes = move()
@@ -137,13 +137,13 @@ def _moved(
     report.step(good, f"{what}: {expected}", f"{len(outcomes)} x {'; '.join(seen)}{rate}")
 
 
-_MOVES = (Result.STORED, Result.LOADED)
+_MOVES = (StoreResult.STORED, StoreResult.LOADED)
 
 
 def scheduler(options: argparse.Namespace) -> Report:
     """Process without memory: asks only, as vLLM's scheduler does."""
     report = Report()
-    backend = MemCacheBackend(MemoryKind.HOST, 0, moves_data=False)
+    backend = MemCacheStore(MemoryKind.HOST, 0, moves_data=False)
     backend.connect()
     found = sum(backend.exist(options.keys))
     report.step(
@@ -162,7 +162,7 @@ def worker(options: argparse.Namespace) -> Report:
         torch.npu.set_device(options.device)
     place = f"npu:{options.device}" if options.memory == "npu" else "cpu"
     kind = MemoryKind.DEVICE if options.memory == "npu" else MemoryKind.HOST
-    backend = MemCacheBackend(kind, options.device, moves_data=True)
+    backend = MemCacheStore(kind, options.device, moves_data=True)
     shape = (place, options.blocks, options.layers, options.row_bytes)
     source, target = Caches(*shape), Caches(*shape)
     for cache in (*source.layers, *target.layers):

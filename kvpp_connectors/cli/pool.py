@@ -175,12 +175,12 @@ def clear(
 def _clear(http: MasterHttp, namespace: str) -> int:
     """Remove a namespace's objects as their leases end; the number that is left."""
     from kvpp_connectors.connector.host import address_towards
-    from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+    from kvpp_connectors.pool.store.mooncake import MooncakeStore
     from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 
     settings = MooncakeSettings(master_server_address=str(http.master))
     host = address_towards(http.master.host, http.master.port)
-    backend = MooncakeBackend(settings, host, "tcp", segment_bytes=0)
+    backend = MooncakeStore(settings, host, "tcp", segment_bytes=0)
     ends = time.monotonic() + _LEASES_S
     prefix = f"{namespace}@"  # other namespaces may begin with "kvpp1@...@replicated"
     try:

@@ -15,12 +15,27 @@ import torch
 
 from kvpp_connectors.connector.transfer_engine import ALIGNMENT
 from kvpp_connectors.pool.keys import FORMAT_VERSION
-from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, PoolUnavailable, Result
+from kvpp_connectors.pool.packing import CacheBlocks, Inventory, record_event
+from kvpp_connectors.pool.store.base import (
+    Buffer,
+    PoolUnavailable,
+    Store,
+    StoreOutcome,
+    StoreResult,
+)
 from kvpp_core.errors import KvppError
 from kvpp_core.transfer import allocate_staging
 
-__all__ = ["HEADER_BYTES", "BlockObject", "BlockStore", "Staging", "read_header", "write_header"]
+__all__ = [
+    "HEADER_BYTES",
+    "BlockObject",
+    "BlockStore",
+    "CommitMarks",
+    "NothingKept",
+    "Staging",
+    "read_header",
+    "write_header",
+]
 
 HEADER_BYTES = 64
 _MOST_OBJECTS = 512  # in one call: enough for its cost to vanish, few enough to stop between calls
@@ -77,19 +92,19 @@ def read_header(data: bytes, key: str, payload_bytes: int, inventory: bytes) -> 
 
 
 class Staging:
-    """Memory that a backend reads and writes: at most ``capacity`` bytes, used by one thread."""
+    """Memory that a store reads and writes: at most ``capacity`` bytes, used by one thread."""
 
-    def __init__(self, backend: Backend, capacity: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, store: Store, capacity: int, device: torch.device | str = "cpu") -> None:
         """Allocate and register it.
 
         Raises:
-            KvppError: the backend refused the memory.
+            KvppError: the store refused the memory.
         """
         place = torch.device(device)
         self._memory = allocate_staging(capacity, place, ALIGNMENT if place.type == "npu" else 1)
         self.capacity = capacity
         if capacity:
-            backend.register(self._memory.data_ptr(), capacity)
+            store.register(self._memory.data_ptr(), capacity)
 
     def rows(self, row_bytes: int) -> torch.Tensor:
         """As many rows as fit: uint8 (rows, row_bytes).
@@ -107,23 +122,23 @@ class Staging:
 
 
 class BlockStore:
-    """Saves and loads one inventory's objects. For one thread; several may share a backend."""
+    """Saves and loads one inventory's objects. For one thread; several may share a store."""
 
-    def __init__(self, backend: Backend, blocks: CacheBlocks, staging: Staging) -> None:
-        """Bind the caches; without packing they are registered with the backend.
+    def __init__(self, store: Store, blocks: CacheBlocks, staging: Staging) -> None:
+        """Bind the caches; without packing they are registered with the store.
 
         Raises:
-            KvppError: staging is too small for one object, or the backend refused the caches.
+            KvppError: staging is too small for one object, or the store refused the caches.
         """
-        self._backend = backend
+        self._store = store
         self._blocks = blocks
         self._inventory = blocks.inventory.digest()
         self._payload_bytes = blocks.inventory.payload_bytes
-        row_bytes = HEADER_BYTES + (self._payload_bytes if backend.packed else 0)
+        row_bytes = HEADER_BYTES + (self._payload_bytes if store.packed else 0)
         self._rows = staging.rows(row_bytes)[:_MOST_OBJECTS]
-        if not backend.packed:
+        if not store.packed:
             for address, size in blocks.storages():
-                backend.register(address, size)
+                store.register(address, size)
 
     @property
     def object_bytes(self) -> int:
@@ -132,13 +147,13 @@ class BlockStore:
 
     def save(
         self, objects: Sequence[BlockObject], copied: Callable[[], object] = lambda: None
-    ) -> list[Outcome]:
+    ) -> list[StoreOutcome]:
         """Save the blocks that the store lacks, one outcome each.
 
         It is asked first: what it has is neither packed nor sent. The blocks must not change until
         ``copied`` is called, at the latest when this returns.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[StoreOutcome] = []
         batches = self._batches(objects)
         for number, batch in enumerate(batches, start=1):
             lacking = self._lacking(batch)
@@ -148,53 +163,44 @@ class BlockStore:
                     write_header(o.key, self._payload_bytes, self._inventory) for o in lacking
                 ]
                 rows[:, :HEADER_BYTES].copy_(_as_tensor(headers))
-            if self._backend.packed:
+            if self._store.packed:
                 if lacking:
                     self._blocks.gather([o.block for o in lacking], rows[:, HEADER_BYTES:])
                 if number == len(batches):
                     copied()
-            ended = dict.fromkeys(batch, Outcome(Result.ALREADY_THERE))
+            elif lacking:
+                _complete(rows)  # the headers; what is gathered is complete
+            ended = dict.fromkeys(batch, StoreOutcome(StoreResult.ALREADY_THERE))
             if lacking:
-                stored = self._backend.put([o.key for o in lacking], self._buffers(lacking))
+                stored = self._store.put([o.key for o in lacking], self._buffers(lacking))
                 ended.update(zip(lacking, stored, strict=True))
             outcomes += [ended[o] for o in batch]
         return outcomes
 
-    def load(self, objects: Sequence[BlockObject]) -> list[Outcome]:
+    def load(self, objects: Sequence[BlockObject]) -> list[StoreOutcome]:
         """Load blocks, one outcome each. A block whose outcome is not ``ok`` holds anything."""
-        outcomes: list[Outcome] = []
+        outcomes: list[StoreOutcome] = []
         for batch in self._batches(objects):
             rows = self._rows[: len(batch)]
             rows[:, :HEADER_BYTES].zero_()
-            ended = self._backend.get([o.key for o in batch], self._buffers(batch))
+            _complete(rows)  # else it could come after what the store writes there
+            ended = self._store.get([o.key for o in batch], self._buffers(batch))
             headers = rows[:, :HEADER_BYTES].cpu().numpy()
             checked = [
                 self._checked(outcome, o.key, header.tobytes())
                 for outcome, o, header in zip(ended, batch, headers, strict=True)
             ]
-            if self._backend.packed:
+            if self._store.packed:
                 good = [i for i, outcome in enumerate(checked) if outcome.ok]
                 self._scatter(batch, rows, good)
             outcomes += checked
-        return outcomes
-
-    def mark(self, keys: Sequence[str]) -> list[Outcome]:
-        """Save commit markers: objects that are a header alone. Same outcomes as ``save``."""
-        outcomes: list[Outcome] = []
-        for start in range(0, len(keys), len(self._rows)):
-            batch = keys[start : start + len(self._rows)]
-            rows = self._rows[: len(batch)]
-            rows[:, :HEADER_BYTES].copy_(_as_tensor([write_header(k, 0, _NOTHING) for k in batch]))
-            base, step = rows.data_ptr(), rows.stride(0)
-            buffers = [Buffer((base + i * step,), (HEADER_BYTES,)) for i in range(len(batch))]
-            outcomes += self._backend.put(batch, buffers)
         return outcomes
 
     def _lacking(self, batch: Sequence[BlockObject]) -> list[BlockObject]:
         """Those that the store does not have; all of them where it cannot be asked: put() says why
         then."""
         try:
-            there = self._backend.exist([o.key for o in batch])
+            there = self._store.exist([o.key for o in batch])
         except PoolUnavailable:
             return list(batch)
         return [o for o, found in zip(batch, there, strict=True) if not found]
@@ -206,12 +212,12 @@ class BlockStore:
     def _buffers(self, batch: Sequence[BlockObject]) -> list[Buffer]:
         start, step = self._rows.data_ptr(), self._rows.stride(0)
         headers = [start + i * step for i in range(len(batch))]
-        if self._backend.packed:
+        if self._store.packed:
             return [Buffer((address,), (self.object_bytes,)) for address in headers]
-        pieces = [self._blocks.pieces(o.block) for o in batch]
+        found = [self._blocks.segments(o.block) for o in batch]
         return [
-            Buffer((header, *piece.addresses), (HEADER_BYTES, *piece.sizes))
-            for header, piece in zip(headers, pieces, strict=True)
+            Buffer((header, *segments.addresses), (HEADER_BYTES, *segments.sizes))
+            for header, segments in zip(headers, found, strict=True)
         ]
 
     def _scatter(
@@ -224,11 +230,65 @@ class BlockStore:
             payloads = payloads[torch.tensor(good)]
         self._blocks.scatter(payloads, [batch[i].block for i in good])
 
-    def _checked(self, outcome: Outcome, key: str, header: bytes) -> Outcome:
+    def _checked(self, outcome: StoreOutcome, key: str, header: bytes) -> StoreOutcome:
         if not outcome.ok:
             return outcome
         wrong = read_header(header, key, self._payload_bytes, self._inventory)
-        return outcome if wrong is None else Outcome(Result.FOREIGN, words=wrong)
+        return outcome if wrong is None else StoreOutcome(StoreResult.FOREIGN, words=wrong)
+
+
+class NothingKept:
+    """In place of a BlockStore on a rank that keeps no bytes of any block."""
+
+    object_bytes = 0
+
+    def save(
+        self, objects: Sequence[BlockObject], copied: Callable[[], object] = lambda: None
+    ) -> list[StoreOutcome]:
+        """Nothing to save."""
+        copied()
+        return [StoreOutcome(StoreResult.ALREADY_THERE)] * len(objects)
+
+    def load(self, objects: Sequence[BlockObject]) -> list[StoreOutcome]:
+        """Nothing to wait for."""
+        return [StoreOutcome(StoreResult.LOADED)] * len(objects)
+
+
+class CommitMarks:
+    """Marks: objects that are a header alone. For the thread that owns the staging."""
+
+    def __init__(self, store: Store, staging: Staging) -> None:
+        self._store, self._staging = store, staging
+
+    def there(self, keys: Sequence[str]) -> set[str]:
+        """Those that the store has; none where it cannot be asked: saves say why then."""
+        try:
+            return {key for key, found in zip(keys, self._store.exist(keys), strict=True) if found}
+        except PoolUnavailable:
+            return set()
+
+    def save(self, keys: Sequence[str]) -> list[StoreOutcome]:
+        """Save marks, one outcome each."""
+        whole = self._staging.rows(HEADER_BYTES)[:_MOST_OBJECTS]
+        outcomes: list[StoreOutcome] = []
+        for start in range(0, len(keys), len(whole)):
+            batch = keys[start : start + len(whole)]
+            rows = whole[: len(batch)]
+            rows.copy_(_as_tensor([write_header(key, 0, _NOTHING) for key in batch]))
+            _complete(rows)
+            base = rows.data_ptr()
+            buffers = [
+                Buffer((base + i * HEADER_BYTES,), (HEADER_BYTES,)) for i in range(len(batch))
+            ]
+            outcomes += self._store.put(batch, buffers)
+        return outcomes
+
+
+def _complete(staged: torch.Tensor) -> None:
+    """Wait for what this thread has done to staging memory: the store reads and writes it by other
+    ways than the device's stream."""
+    if (done := record_event(staged.device)) is not None:
+        done.synchronize()
 
 
 def _as_tensor(headers: Sequence[bytes]) -> torch.Tensor:

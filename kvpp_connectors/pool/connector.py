@@ -8,6 +8,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvpp_connectors.connector.base import ConnectorShell, TransferResults, ended_well
+from kvpp_connectors.connector.caches import cache_plan
 from kvpp_connectors.connector.facts import local_device, rank_position
 from kvpp_connectors.connector.host import own_host
 from kvpp_connectors.connector.options import log_idle_keys
@@ -19,8 +20,8 @@ from kvpp_connectors.pool.metrics import PoolConnectorStats, PoolPromMetrics
 from kvpp_connectors.pool.options import IDLE_KEYS
 from kvpp_connectors.pool.scheduler import PoolScheduler
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.pool.store.create import make_backend
-from kvpp_connectors.pool.store.resilient import GuardedBackend
+from kvpp_connectors.pool.store import create_store
+from kvpp_connectors.pool.store.resilient import ResilientStore
 from kvpp_connectors.pool.worker import PoolWorker
 
 __all__ = ["AscendStoreConnector"]
@@ -37,23 +38,14 @@ class AscendStoreConnector(ConnectorShell):
         self._facts = pool_facts(vllm_config)
         self._scheduler: PoolScheduler | None = None
         self._worker: PoolWorker | None = None
-        self._worker_facts: PoolWorkerFacts | None = None
         if role == KVConnectorRole.WORKER:
-            position = rank_position()
-            device = local_device(self._facts.device_type)
-            self._stats = PoolStats(f"pool rank {position.pp}/{position.group_rank}")
-            self._worker = PoolWorker(
-                self._facts,
-                position,
-                published(vllm_config),
-                self._connect(device),
-                self._stats,
-                device,
-            )
+            self._position = rank_position()
+            self._stats = PoolStats(f"pool rank {self._position.pp}/{self._position.group_rank}")
+            self._store = self._connect(local_device(self._facts.device_type))
             return
         self._stats = PoolStats("pool scheduler")
-        self._backend = self._connect(None)
-        lookup = Lookup(self._backend.exist, self._stats, self._facts.options.lookup_deadline_s)
+        self._store = self._connect(None)
+        lookup = Lookup(self._store.exist, self._stats, self._facts.options.lookup_deadline_s)
         self._scheduler = PoolScheduler(self._facts, lookup)
         log_idle_keys(self._facts.extra, IDLE_KEYS)
 
@@ -67,7 +59,7 @@ class AscendStoreConnector(ConnectorShell):
         self._scheduler.use(
             name_objects(self._vllm_config, self._kv_cache_config, self._facts, metadata)
         )
-        self._backend.wait_at_start()
+        self._store.wait_at_start()
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -103,12 +95,22 @@ class AscendStoreConnector(ConnectorShell):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The caches exist."""
-        assert self._worker is not None
-        self._worker_facts = self._worker.register(kv_caches)
+        kvpp = published(self._vllm_config)
+        self._worker = PoolWorker(
+            self._facts,
+            self._position,
+            kvpp,
+            self._store,
+            self._stats,
+            local_device(self._facts.device_type),
+            cache_plan(self._kv_cache_config, kvpp.layout),
+            kv_caches,
+        )
+        self._store.wait_at_start()
 
     def get_handshake_metadata(self) -> PoolWorkerFacts | None:
         """What this worker keeps, for the scheduler half."""
-        return self._worker_facts
+        return self._worker.facts if self._worker is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks are about to be given away: their saves end first."""
@@ -138,19 +140,18 @@ class AscendStoreConnector(ConnectorShell):
 
     def shutdown(self) -> None:
         """Leave no thread behind."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
-            self._backend.close()
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()
+        self._store.close()
 
-    def _connect(self, device: torch.device | None) -> GuardedBackend:
+    def _connect(self, device: torch.device | None) -> ResilientStore:
         """``device``: this worker's; None for a scheduler, which only asks."""
         facts = self._facts
-        backend = make_backend(
+        store = create_store(
             facts.options.backend, facts.extra, own_host(), facts.device_type, device=device
         )
-        return GuardedBackend(backend, self._stats, device=device)
+        return ResilientStore(store, self._stats, device=device)
 
     def _step(self) -> PoolStep:
         metadata = self._get_connector_metadata()

@@ -66,7 +66,7 @@ class Lookup:
         """Start the thread.
 
         Args:
-            exist: Backend.exist; may raise PoolUnavailable.
+            exist: Store.exist; may raise PoolUnavailable.
             stats: for counters and log lines.
             deadline_s: a request that got no answer for so long goes on with what is known.
             batch_keys: most keys in one call of ``exist``.
@@ -110,7 +110,7 @@ class Lookup:
                     self._changed.wait_for(lambda: job.hit is not None, timeout=patience)
             if job.hit is None and self._clock() >= job.deadline:
                 self._stats.add("lookup_deadline_passed")
-                self._stats.trouble(
+                self._stats.warn_once(
                     "lookup/deadline",
                     f"no answer for a lookup of {len(blocks)} blocks within {self._deadline_s:g} s",
                 )
@@ -171,11 +171,11 @@ class Lookup:
                 found = dict(zip(keys, self._exist(keys), strict=True))
             except PoolUnavailable as error:
                 self._stats.add("lookup_failed", len(round_))
-                self._stats.trouble("lookup/unavailable", f"lookup of {len(keys)} keys: {error}")
-                self._settle_failed([job for job, _ in round_], str(error))
+                self._stats.warn_once("lookup/unavailable", f"lookup of {len(keys)} keys: {error}")
+                self._answer_failed([job for job, _ in round_], str(error))
             else:
                 self._stats.add("lookup_keys", len(keys))
-                self._settle(round_, found)
+                self._answer(round_, found)
 
     def _next_round(self) -> list[tuple[PendingLookup, _Fixed]] | None:
         """Wait for lookups to do; the next keys of each, one call's worth. None: closed."""
@@ -197,7 +197,7 @@ class Lookup:
             self._call_since = self._clock()
             return round_
 
-    def _settle(self, round_: list[tuple[PendingLookup, _Fixed]], found: dict[str, bool]) -> None:
+    def _answer(self, round_: list[tuple[PendingLookup, _Fixed]], found: dict[str, bool]) -> None:
         with self._changed:
             for job, part in round_:
                 if job.hit is not None:
@@ -212,7 +212,7 @@ class Lookup:
                     self._end(job, None)
             self._changed.notify_all()
 
-    def _settle_failed(self, jobs: Sequence[PendingLookup], reason: str) -> None:
+    def _answer_failed(self, jobs: Sequence[PendingLookup], reason: str) -> None:
         with self._changed:
             for job in jobs:
                 if job.hit is None:

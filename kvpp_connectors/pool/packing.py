@@ -1,6 +1,6 @@
 """Which bytes of which caches make an object, and moving them to and from staging memory.
 
-    object  = [ header, 64 bytes | payload ]                  (objects.py)
+    object  = [ header, 64 bytes | payload ]                  (block_objects.py)
     payload = [ target layers by index ... | draft layers ... ], each layer its components in order
 
 What a rank keeps for good is in it: its own target layers and its drafts. Scratch never is.
@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpp_connectors.connector.caches import byte_rows, storages
 from kvpp_connectors.pool.keys import LayerId
 from kvpp_connectors.pool.store.base import Buffer
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import Placement
 
-__all__ = ["CacheBlocks", "Inventory", "Part"]
+__all__ = ["CacheBlocks", "Inventory", "PayloadPart", "record_event"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PayloadPart:
     """One component's bytes in a payload: ``[offset, offset + component.bytes_per_block)``."""
 
     layer: LayerId
@@ -36,19 +37,19 @@ class Part:
 class Inventory:
     """What a payload holds, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PayloadPart, ...]
 
     @classmethod
     def of_bundles(
         cls, targets: Iterable[LayerBundle], drafts: Iterable[LayerBundle] = ()
     ) -> Inventory:
         """Target layers by index, then draft layers by index."""
-        parts: list[Part] = []
+        parts: list[PayloadPart] = []
         offset = 0
         for draft, bundles in ((False, targets), (True, drafts)):
             for bundle in sorted(bundles, key=lambda bundle: bundle.layer):
                 for component in bundle.components:
-                    parts.append(Part(LayerId(draft, bundle.layer), component, offset))
+                    parts.append(PayloadPart(LayerId(draft, bundle.layer), component, offset))
                     offset += component.bytes_per_block
         return cls(tuple(parts))
 
@@ -80,7 +81,7 @@ class Inventory:
                 f"{', '.join(kept.tag for kept in self.layers) or 'nothing'}"
             )
         start = parts[0].offset
-        return Inventory(tuple(Part(p.layer, p.component, p.offset - start) for p in parts))
+        return Inventory(tuple(PayloadPart(p.layer, p.component, p.offset - start) for p in parts))
 
     def digest(self) -> bytes:
         """8 bytes that differ wherever names, sizes or order do."""
@@ -88,6 +89,14 @@ class Inventory:
             f"{p.layer.tag}:{p.component.name}:{p.component.bytes_per_block}" for p in self.parts
         )
         return hashlib.sha256(text.encode()).digest()[:8]
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Behind all that this thread's stream of ``device`` was given until now; None on CPU."""
+    if device.type == "cpu":
+        return None
+    # The event's stream is named: it would be that of the thread's current device.
+    return torch.accelerator.current_stream(device).record_event()
 
 
 class CacheBlocks:
@@ -104,19 +113,12 @@ class CacheBlocks:
                 bytes are not in one piece, or block counts differ.
         """
         self.inventory = inventory
-        self._rows = tuple((part, _byte_rows(caches, part.component)) for part in inventory.parts)
+        self._rows = tuple((part, _rows_of(caches, part.component)) for part in inventory.parts)
         counts = {rows.shape[0] for _, rows in self._rows}
         if len(counts) > 1:
             raise KvppError(f"caches of one block table have different block counts: {counts}")
         self.num_blocks = counts.pop() if counts else 0
         self.device = self._rows[0][1].device if self._rows else torch.device("cpu")
-
-    def given(self) -> torch.Event | None:
-        """Behind everything that the accelerator was given until now; None: there is none."""
-        if self.device.type == "cpu":
-            return None
-        # The event's stream is named: it would be that of the thread's current device.
-        return torch.accelerator.current_stream(self.device).record_event()
 
     def gather(self, blocks: Sequence[int], staged: torch.Tensor) -> None:
         """Copy blocks into ``staged``: uint8 (len(blocks), payload bytes), rows may be strided.
@@ -133,7 +135,7 @@ class CacheBlocks:
                 torch.index_select(rows, 0, ids, out=place)
             else:
                 place.copy_(rows.index_select(0, ids))
-        self._settle()
+        self._complete()
 
     def scatter(self, staged: torch.Tensor, blocks: Sequence[int]) -> None:
         """Copy ``staged``, as of ``gather``, into blocks, each named once. They are there when this
@@ -151,9 +153,9 @@ class CacheBlocks:
                 rows.numpy()[ids.numpy()] = place.numpy()  # torch scatters bytes 20 times slower
             else:
                 rows.index_copy_(0, ids, place.to(rows.device))
-        self._settle()
+        self._complete()
 
-    def pieces(self, block: int) -> Buffer:
+    def segments(self, block: int) -> Buffer:
         """Where a block lies in memory: one piece for each component, in payload order.
 
         Raises:
@@ -167,12 +169,11 @@ class CacheBlocks:
 
     def storages(self) -> tuple[tuple[int, int], ...]:
         """(address, bytes) of the memory under the caches, once each, to register it."""
-        found = (rows.untyped_storage() for _, rows in self._rows)
-        return tuple(dict.fromkeys((s.data_ptr(), s.nbytes()) for s in found))
+        return storages(rows for _, rows in self._rows)
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         """What is sent or broadcast next is read by others than this thread's stream."""
-        if (copied := self.given()) is not None:
+        if (copied := record_event(self.device)) is not None:
             copied.synchronize()
 
     def _checked(self, blocks: Sequence[int], staged: torch.Tensor) -> torch.Tensor:
@@ -191,28 +192,11 @@ class CacheBlocks:
             raise KvppError(f"blocks {wrong[:8]} are not among the {self.num_blocks} of this rank")
 
 
-def _byte_rows(caches: Mapping[str, torch.Tensor], component: Component) -> torch.Tensor:
-    """A cache as uint8 (blocks, bytes per block), over the same memory."""
+def _rows_of(caches: Mapping[str, torch.Tensor], component: Component) -> torch.Tensor:
     cache = caches.get(component.name)
     if cache is None:
         raise KvppError(
             f"cache {component.name!r} is not among this rank's {len(caches)} caches "
             f"({', '.join(list(caches)[:4])}, ...)"
         )
-    size = cache.element_size()
-    row_bytes = cache[0].numel() * size if cache.shape[0] else component.bytes_per_block
-    if row_bytes != component.bytes_per_block:
-        raise KvppError(
-            f"a block of {component.name!r} has {row_bytes} bytes; the plan says "
-            f"{component.bytes_per_block}"
-        )
-    if cache.shape[0] and not cache[0].is_contiguous():
-        raise KvppError(
-            f"a block of {component.name!r} is not in one piece; set VLLM_KV_CACHE_LAYOUT=LBNHC"
-        )
-    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
-        cache.untyped_storage(),
-        cache.storage_offset() * size,
-        (cache.shape[0], row_bytes),
-        (cache.stride(0) * size, 1),
-    )
+    return byte_rows(component.name, cache, cache.shape[0], component.bytes_per_block)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvpp_connectors.log import get_logger
-from kvpp_connectors.pool.store.base import Outcome
+from kvpp_connectors.pool.store.base import StoreOutcome
 
 __all__ = ["PoolStats"]
 
@@ -35,7 +35,7 @@ class PoolStats:
         with self._lock:
             self._counts[name] += amount
 
-    def record(self, operation: str, keys: Sequence[str], outcomes: Sequence[Outcome]) -> None:
+    def record(self, operation: str, keys: Sequence[str], outcomes: Sequence[StoreOutcome]) -> None:
         """Count a batch's outcomes, and log each kind of failure the first time it occurs."""
         kinds: dict[tuple[str, int | None], list[int]] = {}
         for index, outcome in enumerate(outcomes):
@@ -44,13 +44,13 @@ class PoolStats:
             outcome = outcomes[indexes[0]]
             self.add(f"{operation}_{outcome.result.replace(' ', '_')}", len(indexes))
             if not outcome.ok:
-                self.trouble(
+                self.warn_once(
                     f"{operation}/{outcome.result}/{outcome.code}",
                     f"pool {operation}: {len(indexes)} of {len(keys)} objects: {outcome}; "
                     f"first key {keys[indexes[0]]}",
                 )
 
-    def trouble(self, kind: str, message: str) -> None:
+    def warn_once(self, kind: str, message: str) -> None:
         """Log a message as a warning, once for each ``kind`` until ``recovered``."""
         with self._lock:
             if kind in self._logged:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from kvpp_connectors.engine.metrics import BroadcastCounters
 from kvpp_connectors.p2p.metrics import P2pPromMetrics
 from kvpp_connectors.pool.metrics import PoolPromMetrics
-from kvpp_connectors.pool.store.base import Result
+from kvpp_connectors.pool.store.base import StoreResult
 from kvpp_connectors.proxy.errors import RequestOutcome
 from kvpp_connectors.proxy.metrics import Metrics
 from kvpp_core.stats import PipelineStats
@@ -70,7 +70,7 @@ def counted_events() -> set[str]:
 
 def endings() -> set[str]:
     """How an operation on an object ends, as the metrics call it."""
-    return {result.value.replace(" ", "_") for result in Result}
+    return {result.value.replace(" ", "_") for result in StoreResult}
 
 
 def test_the_tables_have_every_metric() -> None:

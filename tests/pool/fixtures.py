@@ -14,7 +14,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.pool.master import Master
-    from tests.pool.stores import Store
+    from tests.pool.stores import StoreUnderTest
 
 __all__ = ["KINDS", "prefix", "shared_master", "store"]
 
@@ -40,16 +40,16 @@ def shared_master() -> Iterator[Master]:
 )
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Store]:
+) -> Iterator[StoreUnderTest]:
     """Every backend that can run here; only some need a master."""
-    from tests.pool.stores import MemCacheStandInStore, MooncakeStore
+    from tests.pool.stores import MemCacheStandInStore, MooncakeUnderTest
 
-    opened: Store
+    opened: StoreUnderTest
     if request.param == "memcache-stand-in":
         opened = MemCacheStandInStore(tmp_path_factory.mktemp("store"))
     else:
         master = request.getfixturevalue("shared_master")
-        opened = MooncakeStore(master, packed=request.param == "mooncake-packed")
+        opened = MooncakeUnderTest(master, packed=request.param == "mooncake-packed")
     yield opened
     opened.close()
 

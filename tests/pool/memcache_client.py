@@ -15,8 +15,8 @@ from typing import Any
 from kvpp_connectors.pool.lookup import Lookup, PendingLookup
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
-from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind, new_client
-from kvpp_connectors.pool.store.resilient import GuardedBackend
+from kvpp_connectors.pool.store.memcache import MemCacheStore, MemoryKind, new_client
+from kvpp_connectors.pool.store.resilient import ResilientStore
 
 
 class Served:
@@ -24,11 +24,11 @@ class Served:
 
     def __init__(self, moves_data: bool) -> None:
         self._clients: list[Any] = []
-        self._backend = MemCacheBackend(
+        self._backend = MemCacheStore(
             MemoryKind.HOST, 0, moves_data=moves_data, client=self._new_client
         )
         self._stats = PoolStats("scheduler")
-        self._guard: GuardedBackend | None = None
+        self._guard: ResilientStore | None = None
         self._lookup: Lookup | None = None
         self._asked: dict[str, PendingLookup] = {}
 
@@ -64,7 +64,7 @@ class Served:
 
     def guard(self, deadline_s: float) -> None:
         """As the connector does: behind a breaker, lookups on a thread of their own."""
-        self._guard = GuardedBackend(self._backend, self._stats, opens_after=2, pause_s=0.1)
+        self._guard = ResilientStore(self._backend, self._stats, opens_after=2, pause_s=0.1)
         self._lookup = Lookup(self._guarded_exist, self._stats, deadline_s=deadline_s)
 
     def ready(self, timeout_s: float) -> bool:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result, all_ended
+from kvpp_connectors.pool.store.base import (
+    Buffer,
+    PoolUnavailable,
+    StoreOutcome,
+    StoreResult,
+    all_ended,
+)
 
-__all__ = ["ScriptedBackend"]
+__all__ = ["ScriptedStore"]
 
 
-class ScriptedBackend:
+class ScriptedStore:
     """Has ``keys``; fails while ``down``; each exist() goes through ``gate``."""
 
     name = "scripted"
@@ -24,7 +30,7 @@ class ScriptedBackend:
         self.connects = 0
         self.connected = threading.Event()
         self.closed = False
-        self.outcome = Outcome(Result.STORED)
+        self.outcome = StoreOutcome(StoreResult.STORED)
 
     def connect(self) -> None:
         self.connects += 1
@@ -40,10 +46,10 @@ class ScriptedBackend:
         self._check()
         return [key in self.keys for key in keys]
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         assert len(keys) == len(buffers)
         if self.down is not None:
-            return all_ended(keys, Outcome(Result.UNAVAILABLE, -900, self.down))
+            return all_ended(keys, StoreOutcome(StoreResult.UNAVAILABLE, -900, self.down))
         return all_ended(keys, self.outcome)
 
     get = put

@@ -132,7 +132,7 @@ class StoreFaults(WorkerFaults):
 
     def fault_prefetch(self, layers: int) -> None:
         """Submit loads so many layers ahead, as if the engine had been configured so."""
-        self._pool()._layers._prefetch = layers
+        self._pool()._worker._mode._prefetch = layers
 
     def _rank(self) -> int:
         rank: int = self.rank  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ class StoreFaults(WorkerFaults):
     def _pool(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        return get_kv_transfer_group()
 
     def _store(self) -> Any:
-        return self._pool()._backend
+        return self._pool()._store

@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvpp_connectors.pool.store.base import Backend
-from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
-from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.base import Store
+from kvpp_connectors.pool.store.memcache import MemCacheStore, MemoryKind
+from kvpp_connectors.pool.store.mooncake import MooncakeStore
 from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 from tests.pool.master import Master
 from tests.pool.memcache_stand_in import InMemoryMemCacheStandIn, StandInPool
 
-__all__ = ["SEGMENT", "MemCacheStandInStore", "MooncakeStore", "Store", "raw_mooncake"]
+__all__ = ["SEGMENT", "MemCacheStandInStore", "MooncakeUnderTest", "StoreUnderTest", "raw_mooncake"]
 
 SEGMENT = 16 << 20  # bytes: the least that Mooncake takes
 
 
-class Store(Protocol):
+class StoreUnderTest(Protocol):
     """One store and the backends that are connected to it."""
 
-    backend: Backend
+    backend: Store
     packed: bool  # whether the suite gives it one piece an object
 
-    def second(self) -> Backend:
+    def second(self) -> Store:
         """Another client."""
 
     def remove(self, key: str) -> None:
@@ -49,17 +49,17 @@ def raw_mooncake(address: str, segment: int = 0) -> Any:
     return raw
 
 
-class MooncakeStore:
+class MooncakeUnderTest:
     """Mooncake for real: ``packed`` as on tcp, or with the pieces of rdma and ascend over tcp."""
 
     def __init__(self, master: Master, packed: bool, **settings: Any) -> None:
         self._settings = MooncakeSettings(master_server_address=master.address, **settings)
         self.packed = packed
-        self._clients: list[MooncakeBackend] = []
-        self.backend: Backend = self._client(SEGMENT)
+        self._clients: list[MooncakeStore] = []
+        self.backend: Store = self._client(SEGMENT)
         self.raw = raw_mooncake(master.address)
 
-    def second(self) -> Backend:
+    def second(self) -> Store:
         return self._client(0)
 
     def remove(self, key: str) -> None:
@@ -78,15 +78,15 @@ class MooncakeStore:
         for client in self._clients:
             client.close()
 
-    def _client(self, segment: int) -> MooncakeBackend:
-        kind = MooncakeBackend if self.packed else _InPieces
+    def _client(self, segment: int) -> MooncakeStore:
+        kind = MooncakeStore if self.packed else _InPieces
         client = kind(self._settings, "127.0.0.1", "tcp", segment)
         self._clients.append(client)
         client.connect()
         return client
 
 
-class _InPieces(MooncakeBackend):
+class _InPieces(MooncakeStore):
     """Over tcp, yet with the pieces that another transport would get."""
 
     packed = False
@@ -102,11 +102,11 @@ class MemCacheStandInStore:
         config = folder / "mmc-local.conf"
         config.write_text("ock.mmc.meta_service_url = tcp://127.0.0.1:5000\n")
         self._environment = {"MMC_LOCAL_CONFIG_PATH": str(config)}
-        self._clients: list[MemCacheBackend] = []
+        self._clients: list[MemCacheStore] = []
         self.backend = self.second()
 
-    def second(self) -> Backend:
-        client = MemCacheBackend(
+    def second(self) -> Store:
+        client = MemCacheStore(
             MemoryKind.HOST,
             device_id=0,
             moves_data=True,

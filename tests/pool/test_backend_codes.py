@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.pool.store.base import Backend, Buffer, PoolUnavailable, Result
-from kvpp_connectors.pool.store.memcache import MemCacheBackend, MemoryKind
-from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.base import Buffer, PoolUnavailable, Store, StoreResult
+from kvpp_connectors.pool.store.memcache import MemCacheStore, MemoryKind
+from kvpp_connectors.pool.store.mooncake import MooncakeStore
 from kvpp_connectors.pool.store.mooncake_settings import (
     MooncakeSettings,
     read_mooncake_settings,
@@ -79,29 +79,29 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     return scripted
 
 
-def mooncake(protocol: str = "tcp", **settings: Any) -> MooncakeBackend:
+def mooncake(protocol: str = "tcp", **settings: Any) -> MooncakeStore:
     given = MooncakeSettings(
         master_server_address="etcd://nowhere",
         verify_puts=False,
         no_space_waits_ms=(1,),
         **settings,
     )
-    backend = MooncakeBackend(given, "127.0.0.1", protocol, 1 << 30)
+    backend = MooncakeStore(given, "127.0.0.1", protocol, 1 << 30)
     backend.connect()
     return backend
 
 
-def memcache(client: Client, tmp_path: Path, kind: MemoryKind = MemoryKind.HOST) -> MemCacheBackend:
+def memcache(client: Client, tmp_path: Path, kind: MemoryKind = MemoryKind.HOST) -> MemCacheStore:
     config = tmp_path / "mmc-local.conf"
     config.touch()
     environment = {"MMC_LOCAL_CONFIG_PATH": str(config)}
-    backend = MemCacheBackend(kind, 3, True, environment, lambda: client)
+    backend = MemCacheStore(kind, 3, True, environment, lambda: client)
     backend.connect()
     return backend
 
 
 @pytest.fixture(params=["mooncake", "memcache"])
-def backend(request: pytest.FixtureRequest, client: Client, tmp_path: Path) -> Backend:
+def backend(request: pytest.FixtureRequest, client: Client, tmp_path: Path) -> Store:
     return mooncake() if request.param == "mooncake" else memcache(client, tmp_path)
 
 
@@ -126,16 +126,16 @@ def codes(**by_key: int) -> Callable[[list[str]], list[int]]:
     ],
 )
 def test_what_is_no_answer_fails_every_key(
-    backend: Backend, client: Client, answer: Callable[[list[str]], Any], says: str
+    backend: Store, client: Client, answer: Callable[[list[str]], Any], says: str
 ) -> None:
     client.answer = answer
     for outcomes in (backend.put(KEYS, ONE_PIECE), backend.get(KEYS, ONE_PIECE)):
-        assert [outcome.result for outcome in outcomes] == [Result.FAILED] * 2
+        assert [outcome.result for outcome in outcomes] == [StoreResult.FAILED] * 2
         assert says in outcomes[0].words
     client.exists = answer
     with pytest.raises(PoolUnavailable, match=says):
         backend.exist(KEYS)
-    assert [o.result for o in backend.put(KEYS, ONE_PIECE)] == [Result.UNAVAILABLE] * 2
+    assert [o.result for o in backend.put(KEYS, ONE_PIECE)] == [StoreResult.UNAVAILABLE] * 2
 
 
 @pytest.mark.parametrize("code", [-4711, -1, -200, -703, -704, -705, -706, -707, -800, -900, -901])
@@ -143,33 +143,33 @@ def test_no_code_is_taken_for_success_and_each_has_words(client: Client, code: i
     backend = mooncake()
     client.answer = codes(a=code, b=10)
     failed, good = backend.get(KEYS, ONE_PIECE)
-    assert good.result is Result.LOADED
+    assert good.result is StoreResult.LOADED
     assert failed.code == code and failed.words and str(code) in str(failed)
     assert not failed.ok
     client.answer = codes(a=code, b=0)
     failed, good = backend.put(KEYS, ONE_PIECE)
-    assert good.result is Result.STORED
-    assert failed.result is not Result.STORED and failed.words and failed.code == code
+    assert good.result is StoreResult.STORED
+    assert failed.result is not StoreResult.STORED and failed.words and failed.code == code
 
 
 @pytest.mark.parametrize(
     ("code", "result"),
     [
-        (-200, Result.NO_SPACE),
-        (-600, Result.FAILED),
-        (-704, Result.MISSING),
-        (-703, Result.MISSING),
-        (-707, Result.LEASE_EXPIRED),
-        (-800, Result.FAILED),
-        (-900, Result.UNAVAILABLE),
-        (-901, Result.UNAVAILABLE),
-        (-1700, Result.NO_SPACE),
-        (0, Result.FAILED),
-        (9, Result.WRONG_LENGTH),
-        (11, Result.WRONG_LENGTH),
+        (-200, StoreResult.NO_SPACE),
+        (-600, StoreResult.FAILED),
+        (-704, StoreResult.MISSING),
+        (-703, StoreResult.MISSING),
+        (-707, StoreResult.LEASE_EXPIRED),
+        (-800, StoreResult.FAILED),
+        (-900, StoreResult.UNAVAILABLE),
+        (-901, StoreResult.UNAVAILABLE),
+        (-1700, StoreResult.NO_SPACE),
+        (0, StoreResult.FAILED),
+        (9, StoreResult.WRONG_LENGTH),
+        (11, StoreResult.WRONG_LENGTH),
     ],
 )
-def test_mooncake_codes_of_a_load(client: Client, code: int, result: Result) -> None:
+def test_mooncake_codes_of_a_load(client: Client, code: int, result: StoreResult) -> None:
     client.answer = codes(a=code, b=code)
     assert [o.result for o in mooncake().get(KEYS, ONE_PIECE)] == [result] * 2
 
@@ -177,24 +177,24 @@ def test_mooncake_codes_of_a_load(client: Client, code: int, result: Result) -> 
 @pytest.mark.parametrize(
     ("code", "size", "result"),
     [
-        (-600, 11, Result.WRONG_LENGTH),
-        (-800, 9, Result.WRONG_LENGTH),
-        (-600, 10, Result.FAILED),
-        (-800, 10, Result.FAILED),
-        (-800, -704, Result.FAILED),
+        (-600, 11, StoreResult.WRONG_LENGTH),
+        (-800, 9, StoreResult.WRONG_LENGTH),
+        (-600, 10, StoreResult.FAILED),
+        (-800, 10, StoreResult.FAILED),
+        (-800, -704, StoreResult.FAILED),
     ],
 )
 def test_mooncake_says_wrong_length_in_other_words_for_pieces(
-    client: Client, code: int, size: int, result: Result
+    client: Client, code: int, size: int, result: StoreResult
 ) -> None:
     client.answer, client.size = codes(a=code, b=10), size
-    assert [o.result for o in mooncake().get(KEYS, PIECES)] == [result, Result.LOADED]
+    assert [o.result for o in mooncake().get(KEYS, PIECES)] == [result, StoreResult.LOADED]
 
 
 def test_a_load_that_failed_in_transfer_is_tried_once_more_alone(client: Client) -> None:
     answers = iter([[-800, 10], [10]])
     client.answer = lambda keys: next(answers)
-    assert [o.result for o in mooncake().get(KEYS, ONE_PIECE)] == [Result.LOADED] * 2
+    assert [o.result for o in mooncake().get(KEYS, ONE_PIECE)] == [StoreResult.LOADED] * 2
     names = [args[0] for name, args in client.calls if name == "batch_get_into"]
     assert names == [["a", "b"], ["a"]]
 
@@ -202,7 +202,7 @@ def test_a_load_that_failed_in_transfer_is_tried_once_more_alone(client: Client)
 def test_no_space_is_tried_again_for_those_keys_alone(client: Client) -> None:
     answers = iter([[-200, 0], [0]])
     client.answer = lambda keys: next(answers)
-    assert [o.result for o in mooncake().put(KEYS, ONE_PIECE)] == [Result.STORED] * 2
+    assert [o.result for o in mooncake().put(KEYS, ONE_PIECE)] == [StoreResult.STORED] * 2
     names = [args[0] for name, args in client.calls if name == "batch_put_from"]
     assert names == [["a", "b"], ["a"]]
 
@@ -224,7 +224,7 @@ def test_pieces_go_by_the_call_for_pieces(client: Client) -> None:
 
 def test_memory_is_registered_once_connected_and_a_refusal_is_told(client: Client) -> None:
     settings = MooncakeSettings(master_server_address="etcd://nowhere")
-    backend = MooncakeBackend(settings, "127.0.0.1", "rdma", 0)
+    backend = MooncakeStore(settings, "127.0.0.1", "rdma", 0)
     backend.register(4096, 100)
     assert client.calls == []
     backend.connect()
@@ -245,21 +245,21 @@ def test_a_client_that_does_not_start_says_where_and_is_dropped(client: Client) 
 @pytest.mark.parametrize(
     ("code", "put", "get"),
     [
-        (-1, Result.NO_SPACE, Result.FAILED),
-        (-2, Result.FAILED, Result.FAILED),
-        (-3004, Result.UNAVAILABLE, Result.UNAVAILABLE),
-        (-3006, Result.ALREADY_THERE, Result.FAILED),
-        (-3007, Result.MISSING, Result.MISSING),
-        (-3012, Result.WRONG_LENGTH, Result.WRONG_LENGTH),
-        (-3013, Result.NO_SPACE, Result.NO_SPACE),
-        (-3014, Result.UNAVAILABLE, Result.UNAVAILABLE),
-        (-3101, Result.MISSING, Result.MISSING),
-        (-3106, Result.LEASE_EXPIRED, Result.LEASE_EXPIRED),
-        (-9, Result.FAILED, Result.FAILED),
+        (-1, StoreResult.NO_SPACE, StoreResult.FAILED),
+        (-2, StoreResult.FAILED, StoreResult.FAILED),
+        (-3004, StoreResult.UNAVAILABLE, StoreResult.UNAVAILABLE),
+        (-3006, StoreResult.ALREADY_THERE, StoreResult.FAILED),
+        (-3007, StoreResult.MISSING, StoreResult.MISSING),
+        (-3012, StoreResult.WRONG_LENGTH, StoreResult.WRONG_LENGTH),
+        (-3013, StoreResult.NO_SPACE, StoreResult.NO_SPACE),
+        (-3014, StoreResult.UNAVAILABLE, StoreResult.UNAVAILABLE),
+        (-3101, StoreResult.MISSING, StoreResult.MISSING),
+        (-3106, StoreResult.LEASE_EXPIRED, StoreResult.LEASE_EXPIRED),
+        (-9, StoreResult.FAILED, StoreResult.FAILED),
     ],
 )
 def test_memcache_codes(
-    client: Client, tmp_path: Path, code: int, put: Result, get: Result
+    client: Client, tmp_path: Path, code: int, put: StoreResult, get: StoreResult
 ) -> None:
     backend = memcache(client, tmp_path)
     client.answer = codes(a=code, b=code)
@@ -288,7 +288,7 @@ def test_a_schedulers_memcache_client_never_registers_nor_moves(
 ) -> None:
     (tmp_path / "conf").touch()
     environment = {"MMC_LOCAL_CONFIG_PATH": str(tmp_path / "conf")}
-    backend = MemCacheBackend(MemoryKind.HOST, 0, False, environment, lambda: client)
+    backend = MemCacheStore(MemoryKind.HOST, 0, False, environment, lambda: client)
     backend.connect()
     backend.register(4096, 100)  # the real one would crash the process
     assert client.calls == [("init", (0, False))]
@@ -302,7 +302,7 @@ def test_memory_is_named_while_a_set_up_hangs(
     """As MemCache's does at a stuck MetaService: the engine starts, and registers its caches."""
     (tmp_path / "conf").touch()
     environment = {"MMC_LOCAL_CONFIG_PATH": str(tmp_path / "conf")}
-    backend = MemCacheBackend(MemoryKind.HOST, 0, True, environment, lambda: client)
+    backend = MemCacheStore(MemoryKind.HOST, 0, True, environment, lambda: client)
     inside, go_on = threading.Event(), threading.Event()
 
     def hangs(device: int, init_bm: bool) -> int:
@@ -331,7 +331,7 @@ def test_a_memcache_client_that_starts_without_a_link_is_closed_and_another_one_
     """As MemCache's are after one that did not start; it never links such a client later."""
     (tmp_path / "conf").touch()
     environment = {"MMC_LOCAL_CONFIG_PATH": str(tmp_path / "conf")}
-    backend = MemCacheBackend(MemoryKind.HOST, 0, True, environment, lambda: client)
+    backend = MemCacheStore(MemoryKind.HOST, 0, True, environment, lambda: client)
     client.exists = lambda keys: answer
     with pytest.raises(PoolUnavailable, match="MemCache"):
         backend.connect()
@@ -351,7 +351,7 @@ def test_a_memcache_client_that_starts_without_a_link_is_closed_and_another_one_
     ],
 )
 def test_memcache_without_its_file_says_so(environment: dict[str, str], says: str) -> None:
-    backend = MemCacheBackend(MemoryKind.HOST, 0, True, environment, Client)
+    backend = MemCacheStore(MemoryKind.HOST, 0, True, environment, Client)
     with pytest.raises(PoolUnavailable, match=says):
         backend.connect()
 
@@ -405,4 +405,4 @@ def test_no_settings_and_an_unreadable_file_name_the_remedy(tmp_path: Path) -> N
 def test_a_wrong_master_address_is_told_at_once(address: str) -> None:
     settings = MooncakeSettings(master_server_address=address)
     with pytest.raises(PoolUnavailable, match=address):
-        MooncakeBackend(settings, "127.0.0.1", "tcp", 0).connect()
+        MooncakeStore(settings, "127.0.0.1", "tcp", 0).connect()

@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.pool.store.base import Buffer, Outcome, PoolUnavailable, Result
+from kvpp_connectors.pool.store.base import Buffer, PoolUnavailable, StoreOutcome, StoreResult
 from kvpp_connectors.pool.store.circuit_breaker import Breaker, BreakerState
-from kvpp_connectors.pool.store.resilient import GuardedBackend
-from tests.pool.scripted import ScriptedBackend
+from kvpp_connectors.pool.store.resilient import ResilientStore
+from tests.pool.scripted import ScriptedStore
 
 WAIT_S = 20.0
 BUFFER = Buffer((1,), (10,))
@@ -89,14 +89,14 @@ def probe_is_due(breaker: Breaker) -> bool:
     return due
 
 
-def guarded(backend: ScriptedBackend, stats: PoolStats | None = None) -> GuardedBackend:
-    return GuardedBackend(backend, stats or PoolStats("pool rank 0/1"), 3, 0.01, 0.05)
+def guarded(backend: ScriptedStore, stats: PoolStats | None = None) -> ResilientStore:
+    return ResilientStore(backend, stats or PoolStats("pool rank 0/1"), 3, 0.01, 0.05)
 
 
 def test_nobody_waits_for_a_store_that_is_gone_and_one_loop_finds_it_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    backend, stats = ScriptedBackend(["a"]), PoolStats("pool rank 0/1")
+    backend, stats = ScriptedStore(["a"]), PoolStats("pool rank 0/1")
     guard = guarded(backend, stats)
     assert guard.wait_ready(WAIT_S)
     assert guard.exist(["a", "b"]) == [True, False]
@@ -109,7 +109,7 @@ def test_nobody_waits_for_a_store_that_is_gone_and_one_loop_finds_it_again(
         guard.exist(["a"])
     (put,) = guard.put(["a"], [BUFFER])
     (get,) = guard.get(["a"], [BUFFER])
-    assert put.result is get.result is Result.UNAVAILABLE
+    assert put.result is get.result is StoreResult.UNAVAILABLE
     assert len(backend.asked) == calls, "the store was asked in spite of the breaker"
     backend.down = None
     assert guard.wait_ready(WAIT_S)
@@ -124,11 +124,16 @@ def test_nobody_waits_for_a_store_that_is_gone_and_one_loop_finds_it_again(
 
 
 def test_failed_moves_open_the_breaker_and_misses_do_not() -> None:
-    backend = ScriptedBackend()
+    backend = ScriptedStore()
     guard = guarded(backend)
     assert guard.wait_ready(WAIT_S)
-    for result in (Result.MISSING, Result.NO_SPACE, Result.FAILED, Result.WRONG_LENGTH):
-        backend.outcome = Outcome(result, -1, "so it is")
+    for result in (
+        StoreResult.MISSING,
+        StoreResult.NO_SPACE,
+        StoreResult.FAILED,
+        StoreResult.WRONG_LENGTH,
+    ):
+        backend.outcome = StoreOutcome(result, -1, "so it is")
         for _ in range(5):
             assert guard.get(["a"], [BUFFER])[0].result is result
         assert guard.state is BreakerState.CLOSED
@@ -140,7 +145,7 @@ def test_failed_moves_open_the_breaker_and_misses_do_not() -> None:
 
 
 def test_close_ends_the_loop_while_the_store_is_gone() -> None:
-    backend = ScriptedBackend()
+    backend = ScriptedStore()
     backend.down = "never there"
     guard = guarded(backend)
     assert not guard.wait_ready(0.05)
@@ -156,9 +161,11 @@ def test_each_kind_of_trouble_is_counted_and_logged_once_and_short(
     stats = PoolStats("pool rank 3")
     keys = [f"kvpp1@{'x' * 150}@{i}" for i in range(1000)]
     for _ in range(20):
-        stats.record("get", keys, [Outcome(Result.MISSING, -704, "evicted " * 1000)] * 1000)
-        stats.record("put", keys, [Outcome(Result.NO_SPACE, -200, "full")] * 1000)
-        stats.record("put", keys, [Outcome(Result.STORED)] * 1000)
+        stats.record(
+            "get", keys, [StoreOutcome(StoreResult.MISSING, -704, "evicted " * 1000)] * 1000
+        )
+        stats.record("put", keys, [StoreOutcome(StoreResult.NO_SPACE, -200, "full")] * 1000)
+        stats.record("put", keys, [StoreOutcome(StoreResult.STORED)] * 1000)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert all(len(line) < 2000 and "pool rank 3" in line for line in lines)
@@ -168,5 +175,5 @@ def test_each_kind_of_trouble_is_counted_and_logged_once_and_short(
     assert counts == {"get_missing": 20_000, "put_no_space": 20_000, "put_stored": 20_000}
     assert stats.drain() == {}
     stats.recovered()
-    stats.record("put", keys[:1], [Outcome(Result.NO_SPACE, -200, "full")])
+    stats.record("put", keys[:1], [StoreOutcome(StoreResult.NO_SPACE, -200, "full")])
     assert len(caplog.records) == 3, "after a recovery it is news again"

@@ -12,7 +12,7 @@ import pytest
 from kvpp_connectors.pool.lookup import Blocks, Hit, Lookup, PendingLookup
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import PoolUnavailable
-from tests.pool.scripted import ScriptedBackend
+from tests.pool.scripted import ScriptedStore
 
 WAIT_S = 20.0
 SHARDS = ("pp0r0", "pp0r1", "pp1r0")
@@ -54,11 +54,11 @@ class Lookups:
 
 
 @pytest.fixture
-def backend() -> ScriptedBackend:
-    return ScriptedBackend()
+def backend() -> ScriptedStore:
+    return ScriptedStore()
 
 
-def gated(backend: ScriptedBackend) -> tuple[threading.Event, threading.Event]:
+def gated(backend: ScriptedStore) -> tuple[threading.Event, threading.Event]:
     """The store tells when it is asked, and answers when it may."""
     entered, gate = threading.Event(), threading.Event()
 
@@ -76,7 +76,7 @@ def stats() -> PoolStats:
 
 
 @pytest.fixture
-def lookup(backend: ScriptedBackend, stats: PoolStats) -> Iterator[Lookups]:
+def lookup(backend: ScriptedStore, stats: PoolStats) -> Iterator[Lookups]:
     opened = Lookups(backend.exist, stats, deadline_s=WAIT_S)
     yield opened
     opened.close()
@@ -84,7 +84,7 @@ def lookup(backend: ScriptedBackend, stats: PoolStats) -> Iterator[Lookups]:
 
 @pytest.mark.parametrize("there", [0, 1, 7, 63, 64, 65, 399, 400])
 def test_the_longest_prefix_of_whole_blocks_is_hit(
-    lookup: Lookups, backend: ScriptedBackend, there: int
+    lookup: Lookups, backend: ScriptedStore, there: int
 ) -> None:
     backend.keys = keys("p", there)
     hit = lookup.ask("r", blocks("p", 400), WAIT_S)
@@ -92,12 +92,12 @@ def test_the_longest_prefix_of_whole_blocks_is_hit(
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-def test_a_block_needs_every_shard(lookup: Lookups, backend: ScriptedBackend, shard: str) -> None:
+def test_a_block_needs_every_shard(lookup: Lookups, backend: ScriptedStore, shard: str) -> None:
     backend.keys = keys("p", 5) - {f"p2@{shard}"}
     assert lookup.ask("r", blocks("p", 5), WAIT_S) == Hit(2, f"p2@{shard}")
 
 
-def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookups, backend: ScriptedBackend) -> None:
+def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookups, backend: ScriptedStore) -> None:
     """Field report 6.2: keys = blocks x shards, in one batch, none asked again."""
     backend.keys = keys("p", 64)
     for _ in range(5):
@@ -106,7 +106,7 @@ def test_a_lookup_is_one_batch_and_is_asked_once(lookup: Lookups, backend: Scrip
 
 
 def test_equal_prompts_that_wait_together_ask_each_key_once(
-    lookup: Lookups, backend: ScriptedBackend, stats: PoolStats
+    lookup: Lookups, backend: ScriptedStore, stats: PoolStats
 ) -> None:
     entered, gate = gated(backend)
     backend.keys = keys("p", 20)
@@ -123,7 +123,7 @@ def test_equal_prompts_that_wait_together_ask_each_key_once(
 
 
 def test_a_long_prompt_that_misses_early_asks_no_further(
-    lookup: Lookups, backend: ScriptedBackend
+    lookup: Lookups, backend: ScriptedStore
 ) -> None:
     """Asking grants leases: what will not be loaded must not be pinned."""
     assert lookup.ask("r", blocks("p", 10_000), WAIT_S) == Hit(0, "p0@pp0r0")
@@ -131,7 +131,7 @@ def test_a_long_prompt_that_misses_early_asks_no_further(
 
 
 def test_the_scheduler_is_never_held_longer_than_it_says(
-    backend: ScriptedBackend, stats: PoolStats, caplog: pytest.LogCaptureFixture
+    backend: ScriptedStore, stats: PoolStats, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = threading.Event()
     backend.gate = lambda: gate.wait(WAIT_S)
@@ -163,7 +163,7 @@ def lookup_until(lookup: Lookups, name: str, expected: Hit) -> None:
         lookup.forget(name)
 
 
-def test_what_is_known_at_the_deadline_counts(backend: ScriptedBackend, stats: PoolStats) -> None:
+def test_what_is_known_at_the_deadline_counts(backend: ScriptedStore, stats: PoolStats) -> None:
     backend.keys = keys("p", 300)
     gate = threading.Event()
     backend.gate = lambda: len(backend.asked) < 2 or gate.wait(WAIT_S)
@@ -174,7 +174,7 @@ def test_what_is_known_at_the_deadline_counts(backend: ScriptedBackend, stats: P
 
 
 def test_a_broken_pool_is_a_miss_counted_and_logged_once(
-    lookup: Lookups, backend: ScriptedBackend, stats: PoolStats, caplog: pytest.LogCaptureFixture
+    lookup: Lookups, backend: ScriptedStore, stats: PoolStats, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.down = "unavailable (code -900)"
     for number in range(10):
@@ -188,7 +188,7 @@ def test_a_broken_pool_is_a_miss_counted_and_logged_once(
 
 
 def test_a_request_asks_anew_when_forgotten_or_longer(
-    lookup: Lookups, backend: ScriptedBackend
+    lookup: Lookups, backend: ScriptedStore
 ) -> None:
     backend.keys = keys("p", 2)
     assert lookup.ask("r", blocks("p", 2), WAIT_S) == Hit(2)
@@ -201,7 +201,7 @@ def test_a_request_asks_anew_when_forgotten_or_longer(
     assert lookup.ask("r", blocks("p", 9), WAIT_S) == Hit(0, "p0@pp0r0")
 
 
-def test_no_blocks_and_no_keys_never_hit(lookup: Lookups, backend: ScriptedBackend) -> None:
+def test_no_blocks_and_no_keys_never_hit(lookup: Lookups, backend: ScriptedStore) -> None:
     assert lookup.ask("empty", [], WAIT_S) == Hit(0)
     hit = lookup.ask("no shards", [(), ()], WAIT_S)
     assert hit is not None and hit.blocks == 0 and hit.shortened_by
@@ -209,7 +209,7 @@ def test_no_blocks_and_no_keys_never_hit(lookup: Lookups, backend: ScriptedBacke
 
 
 def test_close_answers_those_who_wait_and_all_who_come_later(
-    backend: ScriptedBackend, stats: PoolStats
+    backend: ScriptedStore, stats: PoolStats
 ) -> None:
     entered, gate = gated(backend)
     lookup = Lookups(backend.exist, stats, deadline_s=WAIT_S)
@@ -234,7 +234,7 @@ def test_a_refusal_by_the_breaker_is_an_answer_at_once(stats: PoolStats) -> None
 
 
 def test_a_hit_is_asked_for_anew_once_it_may_have_been_evicted(
-    backend: ScriptedBackend, stats: PoolStats
+    backend: ScriptedStore, stats: PoolStats
 ) -> None:
     """A request may wait for blocks for minutes; the store keeps what was found for seconds."""
     now = [100.0]

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from kvpp_connectors.pool.store.memcache import MemCacheBackend
+from kvpp_connectors.pool.store.memcache import MemCacheStore
 from tests.pool.metaservice import ROOT, memcache_path
 from tests.pool.stores import MemCacheStandInStore
 
@@ -64,7 +64,7 @@ def check() -> ModuleType:
 
 def test_its_steps_are_as_expected_over_the_stand_in(check: ModuleType, tmp_path: Path) -> None:
     store = MemCacheStandInStore(tmp_path)
-    assert isinstance(store.backend, MemCacheBackend)
+    assert isinstance(store.backend, MemCacheStore)
     report = check.Report()
     check.save(store.backend, KEYS, check.Caches("cpu", len(KEYS), 3, 1000), report)
     check.load(store.second(), KEYS, check.Caches("cpu", len(KEYS), 3, 1000), report)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvpp_connectors.pool.keys import MAX_KEY
-from kvpp_connectors.pool.store.base import PoolUnavailable, Result
+from kvpp_connectors.pool.store.base import PoolUnavailable, StoreResult
 from kvpp_connectors.pool.store.memcache import new_client
 from tests.pool.master import wait_until
 from tests.pool.metaservice import Client, MetaService
@@ -87,17 +87,17 @@ def test_two_schedulers_and_several_threads_look_up_at_once(
 @pytest.mark.parametrize(
     ("method", "arguments", "codes", "result"),
     [
-        ("batch_add_lease", [KEYS, 1000], [-3102, -3102], Result.MISSING),
-        ("batch_remove_lease", [KEYS], -3106, Result.LEASE_EXPIRED),
-        ("batch_remove_lease", [KEYS[:1]], -3106, Result.LEASE_EXPIRED),
-        ("batch_write_finish", [KEYS, [0, 0]], [-3000, -3000], Result.FAILED),
-        ("remove", [KEYS[0]], -3102, Result.MISSING),
-        ("remove_batch", [KEYS], [-3102, -3102], Result.MISSING),
-        ("batch_is_exist", [["", ""]], [-3000, -3000], Result.FAILED),
+        ("batch_add_lease", [KEYS, 1000], [-3102, -3102], StoreResult.MISSING),
+        ("batch_remove_lease", [KEYS], -3106, StoreResult.LEASE_EXPIRED),
+        ("batch_remove_lease", [KEYS[:1]], -3106, StoreResult.LEASE_EXPIRED),
+        ("batch_write_finish", [KEYS, [0, 0]], [-3000, -3000], StoreResult.FAILED),
+        ("remove", [KEYS[0]], -3102, StoreResult.MISSING),
+        ("remove_batch", [KEYS], [-3102, -3102], StoreResult.MISSING),
+        ("batch_is_exist", [["", ""]], [-3000, -3000], StoreResult.FAILED),
     ],
 )
 def test_the_codes_of_the_real_service_are_those_that_the_backend_explains(
-    client: Client, method: str, arguments: list[Any], codes: Any, result: Result
+    client: Client, method: str, arguments: list[Any], codes: Any, result: StoreResult
 ) -> None:
     assert client.do("raw", method, *arguments) == codes
     code = codes if isinstance(codes, int) else codes[0]

@@ -88,7 +88,7 @@ def test_pieces_are_the_payload_where_it_lies(layers: int, ranks: int, rank: int
 
     memory = memory_of(layers, ranks, rank)
     inventory = Inventory.kept(memory.placement)
-    pieces = CacheBlocks(caches_of(memory), inventory).pieces(2)
+    pieces = CacheBlocks(caches_of(memory), inventory).segments(2)
     read = b"".join(
         ctypes.string_at(address, size)
         for address, size in zip(pieces.addresses, pieces.sizes, strict=True)
@@ -145,9 +145,9 @@ def test_real_dtypes_and_strides_keep_their_bytes() -> None:
         ({}, "cache 'a' is not among this rank's 0 caches"),
         (
             {"a": torch.zeros(4, 9, dtype=torch.uint8)},
-            "block of 'a' has 9 bytes; the plan says 8",
+            "cache 'a' .* has 36 bytes; the engine planned 4 blocks of 8 bytes",
         ),
-        ({"a": torch.zeros(4, 4, 2, dtype=torch.uint8).transpose(1, 2)}, "is not in one piece"),
+        ({"a": torch.zeros(4, 4, 3, dtype=torch.uint8)[..., :2]}, "is not in one piece"),
     ],
 )
 def test_caches_that_do_not_fit_the_plan_are_refused(
@@ -172,7 +172,7 @@ def test_wrong_blocks_and_staging_are_refused_before_a_byte_moves() -> None:
     with pytest.raises(KvppError, match="not among the 6"):
         blocks.scatter(staged, [0, 6])
     with pytest.raises(KvppError, match="not among the 6"):
-        blocks.pieces(-1)
+        blocks.segments(-1)
     with pytest.raises(KvppError, match="loaded twice"):
         blocks.scatter(staged, [1, 1])
     with pytest.raises(KvppError, match="expected uint8"):

@@ -25,11 +25,11 @@ from kvpp_connectors.mooncake_admin.master_http import MasterHttp, status_of
 from kvpp_connectors.mooncake_admin.servers import MasterAddress
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard, Topology
 from kvpp_connectors.pool.store.base import PoolUnavailable
-from kvpp_connectors.pool.store.mooncake import MooncakeBackend
+from kvpp_connectors.pool.store.mooncake import MooncakeStore
 from kvpp_connectors.pool.store.mooncake_settings import read_mooncake_settings
 from tests.pool.master import Master, wait_until
 from tests.pool.memory import Memory, bytes_of
-from tests.pool.stores import SEGMENT, MooncakeStore
+from tests.pool.stores import SEGMENT, MooncakeUnderTest
 from tests.pool.test_keys import BASE, HASH, KVPP
 
 START_S = 60.0
@@ -64,9 +64,9 @@ def put(backend: Any, *keys: str) -> None:
 
 
 @pytest.fixture
-def filled(master: Master) -> Iterator[MooncakeStore]:
+def filled(master: Master) -> Iterator[MooncakeUnderTest]:
     """A pool of leases of 200 ms with objects of three namespaces and one of nobody."""
-    store = MooncakeStore(master, packed=True)
+    store = MooncakeUnderTest(master, packed=True)
     put(store.backend, *KEYS, FOREIGN)
     yield store
     store.close()
@@ -74,7 +74,7 @@ def filled(master: Master) -> Iterator[MooncakeStore]:
 
 @pytest.mark.process
 def test_status_counts_what_is_there_and_grants_no_lease(
-    master: Master, filled: MooncakeStore
+    master: Master, filled: MooncakeUnderTest
 ) -> None:
     assert filled.raw.get(KEYS[0]) == bytes_of(KEYS[0], SIZE)
     result = kvpp("status", "--json", at=master.at)
@@ -104,7 +104,9 @@ def test_status_counts_what_is_there_and_grants_no_lease(
 
 
 @pytest.mark.process
-def test_ls_tells_blocks_layers_and_markers_apart(master: Master, filled: MooncakeStore) -> None:
+def test_ls_tells_blocks_layers_and_markers_apart(
+    master: Master, filled: MooncakeUnderTest
+) -> None:
     assert kvpp("ls", at=master.at).output.count(HASH.hex()) == 6
     result = kvpp("ls", LAYERS.prefix, at=master.at)
     lines = [line.split() for line in result.output.splitlines()]
@@ -125,7 +127,7 @@ def test_ls_tells_blocks_layers_and_markers_apart(master: Master, filled: Moonca
 
 @pytest.mark.process
 def test_clear_takes_one_namespace_once_its_leases_end(
-    master: Master, filled: MooncakeStore
+    master: Master, filled: MooncakeUnderTest
 ) -> None:
     """A namespace whose name begins another's takes nothing of it."""
     refused = kvpp("clear", WHOLE.prefix, at=master.at, answer="n\n")
@@ -140,7 +142,7 @@ def test_clear_takes_one_namespace_once_its_leases_end(
 
 @pytest.mark.process
 def test_clear_names_what_there_is_for_what_there_is_not(
-    master: Master, filled: MooncakeStore
+    master: Master, filled: MooncakeUnderTest
 ) -> None:
     for wrong in ("", ".*", "kvpp1", WHOLE.prefix[:-1], f"{WHOLE.prefix}@", KEYS[4]):
         result = kvpp("clear", wrong, "--yes", at=master.at)
@@ -156,7 +158,7 @@ def test_clear_leaves_what_is_in_use_and_says_so(
 ) -> None:
     """Leases of 10 s, and no patience: a reader of the object must not get another's bytes."""
     monkeypatch.setattr(command, "_LEASES_S", 0.0)
-    store = MooncakeStore(shared_master, packed=True)
+    store = MooncakeUnderTest(shared_master, packed=True)
     put(store.backend, KEYS[-1])
     result = kvpp("clear", SPLIT.prefix, "--yes", at=shared_master.at)
     assert result.exit_code == 1
@@ -248,7 +250,7 @@ def test_up_gives_engines_a_pool_and_takes_it_all_away(
         config = config_of(process.stdout)
         settings = read_mooncake_settings(config["kv_connector_extra_config"], {})
         assert settings.global_segment_size == 0
-        backend = MooncakeBackend(settings, "127.0.0.1", "tcp", settings.global_segment_size)
+        backend = MooncakeStore(settings, "127.0.0.1", "tcp", settings.global_segment_size)
         backend.connect()
         put(backend, KEYS[0])
         backend.close()

@@ -22,7 +22,7 @@ from kvpp_connectors.pool.scheduler import PoolScheduler
 from kvpp_connectors.pool.stats import PoolStats
 from tests.core.rank_memory import RankMemory, uneven_model
 from tests.pool.master import Master, wait_until
-from tests.pool.stores import MemCacheStandInStore, MooncakeStore
+from tests.pool.stores import MemCacheStandInStore, MooncakeUnderTest
 from tests.pool.test_keys import BASE
 from tests.pool.test_scheduler import BLOCK, StandInRequest, facts, output
 from tests.safety.faulty_store import FaultyStore
@@ -173,7 +173,7 @@ def test_a_request_that_is_preempted_before_its_save_is_saved_when_it_resumes(
 def test_what_a_restarted_store_has_lost_is_put_by_the_next_request(local: int) -> None:
     """mooncake_master is killed and comes back empty, and no call has noticed it."""
     master = Master()
-    opened = MooncakeStore(master, packed=True)
+    opened = MooncakeUnderTest(master, packed=True)
     store = FaultyStore(opened.backend)
     try:
         with engine_of(store, layerwise=False) as engine:

@@ -12,14 +12,14 @@ from kvpp_connectors.pool.connector import AscendStoreConnector
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from kvpp_connectors.pool.store import resilient as guard
 from tests.contract.launches import write_mla
-from tests.pool.scripted import ScriptedBackend
+from tests.pool.scripted import ScriptedStore
 from tests.safety.site import Kind, Launch
 
 FACTS: dict[tuple[int, ...], PoolWorkerFacts] = {(0, 0): PoolWorkerFacts(("layer",), None)}
 BOUND_S = 30.0
 
 
-class SlowBackend(ScriptedBackend):
+class SlowStore(ScriptedStore):
     """Its set-up takes until ``answers``."""
 
     def __init__(self) -> None:
@@ -32,15 +32,15 @@ class SlowBackend(ScriptedBackend):
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> SlowBackend:
+def backend(monkeypatch: pytest.MonkeyPatch) -> SlowStore:
     """What the connector of the test gets."""
-    backend = SlowBackend()
-    monkeypatch.setattr(pool_connector, "make_backend", lambda *_, **__: backend)
+    backend = SlowStore()
+    monkeypatch.setattr(pool_connector, "create_store", lambda *_, **__: backend)
     return backend
 
 
 @pytest.fixture
-def connector(tmp_path: Path, backend: SlowBackend) -> AscendStoreConnector:
+def connector(tmp_path: Path, backend: SlowStore) -> AscendStoreConnector:
     """A scheduler half."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -51,7 +51,7 @@ def connector(tmp_path: Path, backend: SlowBackend) -> AscendStoreConnector:
 
 
 def test_a_slow_store_is_there_for_the_first_request(
-    backend: SlowBackend, connector: AscendStoreConnector
+    backend: SlowStore, connector: AscendStoreConnector
 ) -> None:
     started = threading.Thread(target=connector.set_xfer_handshake_metadata_pp_aware, args=[FACTS])
     started.start()
@@ -60,12 +60,12 @@ def test_a_slow_store_is_there_for_the_first_request(
     backend.answers.set()
     started.join(BOUND_S)
     assert not started.is_alive()
-    assert backend.connected.is_set() and connector._backend.exist(["a"]) == [False]
+    assert backend.connected.is_set() and connector._store.exist(["a"]) == [False]
     connector.shutdown()
 
 
 def test_an_engine_serves_without_a_store_that_does_not_come(
-    backend: SlowBackend,
+    backend: SlowStore,
     connector: AscendStoreConnector,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

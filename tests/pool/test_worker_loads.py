@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,14 +13,15 @@ import pytest
 import torch
 
 from kvpp_connectors.connector.threads import make_executor
+from kvpp_connectors.pool import worker as pool_worker_module
 from kvpp_connectors.pool.messages import PoolStep
-from kvpp_connectors.pool.packing import CacheBlocks
+from kvpp_connectors.pool.modes.layerwise import Layerwise
 from kvpp_connectors.pool.worker import PoolWorker
 from tests.core.rank_memory import RankMemory, uneven_model
 from tests.pool.master import wait_until
 from tests.pool.stores import MemCacheStandInStore
 from tests.safety.faulty_store import FaultyStore
-from tests.safety.layer_pool import NAMESPACE, job_of, life_of
+from tests.safety.layer_pool import NAMESPACE, job_of, life_of, share_of
 from tests.safety.pool_worker import pool_worker
 
 MODES: dict[str, dict[str, Any]] = {
@@ -106,7 +108,7 @@ def test_nothing_is_loaded_while_earlier_steps_may_write_there(
     """A request that was aborted gives back blocks that a queued step still writes."""
     with pool_worker(store, memory, kvpp=False, **MODES[mode]) as worker:
         event, read = MockEvent(), store.inject("twice", "get")
-        monkeypatch.setattr(CacheBlocks, "given", lambda _: event)
+        monkeypatch.setattr(pool_worker_module, "record_event", lambda _: event)
         step = PoolStep(namespace=NAMESPACE, loads=[job_of(BLOCKS)])
         starting = threading.Thread(target=worker.start, args=[step])
         starting.start()
@@ -125,9 +127,7 @@ def test_a_load_that_ends_after_it_was_given_up_came_too_late(
     memory: RankMemory, store: FaultyStore, missing: list[int]
 ) -> None:
     """The other ranks were sent the layer as it was before, all of its blocks."""
-    with pool_worker(store, memory, kvpp=False, use_layerwise=True) as worker:
-        loads = worker._layers
-        assert loads is not None
+    with contextlib.closing(Layerwise(share_of(store, memory), 64, memory.layout)) as loads:
         loads.start(NAMESPACE, [job_of(BLOCKS), job_of(missing, "s")])
         fences = loads.take_fences()
         assert fences is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome, Result
+from kvpp_connectors.pool.store.base import Buffer, Store, StoreOutcome, StoreResult
 
 __all__ = ["Fault", "FaultyStore", "Move", "What"]
 
@@ -15,7 +15,7 @@ What = Literal["hold", "fail", "raise", "drop", "twice", "reverse"]
 Move = Literal["put", "get"]
 _PATIENCE = 30.0  # seconds
 
-_Call = Callable[[Sequence[str], Sequence[Buffer]], list[Outcome]]
+_Call = Callable[[Sequence[str], Sequence[Buffer]], list[StoreOutcome]]
 
 
 @dataclass(slots=True)
@@ -40,9 +40,9 @@ class Fault:
 
 
 class FaultyStore:
-    """A Backend over one that is somebody else's to close."""
+    """A Store over one that is somebody else's to close."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Store) -> None:
         self._backend = backend
         self._faults: list[Fault] = []
         self.name, self.packed = backend.name, backend.packed
@@ -61,19 +61,19 @@ class FaultyStore:
         self._faults = []
 
     def close(self) -> None:
-        """See Backend."""
+        """See Store."""
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         return self._move("put", self._backend.put, keys, buffers)
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         return self._move("get", self._backend.get, keys, buffers)
 
     def _move(
         self, move: Move, call: _Call, keys: Sequence[str], buffers: Sequence[Buffer]
-    ) -> list[Outcome]:
+    ) -> list[StoreOutcome]:
         for fault in self._faults:
             if fault.move == move and any(fault.part in key for key in keys):
                 call = _with(fault, call)
@@ -81,7 +81,7 @@ class FaultyStore:
 
 
 def _with(fault: Fault, call: _Call) -> _Call:
-    def faulty(keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def faulty(keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         fault.reached.set()
         if fault.what == "hold":
             assert fault.opened.wait(_PATIENCE)
@@ -93,8 +93,8 @@ def _with(fault: Fault, call: _Call) -> _Call:
             return call(keys, buffers)
         if fault.what == "reverse":
             return call(keys[::-1], buffers[::-1])[::-1]
-        lie = Result.STORED if fault.move == "put" else Result.LOADED
-        said = Outcome(lie if fault.what == "drop" else Result.FAILED, words="injected")
+        lie = StoreResult.STORED if fault.move == "put" else StoreResult.LOADED
+        said = StoreOutcome(lie if fault.what == "drop" else StoreResult.FAILED, words="injected")
         kept = [i for i, key in enumerate(keys) if fault.part not in key]
         moved = call([keys[i] for i in kept], [buffers[i] for i in kept]) if kept else []
         outcomes = dict(zip(kept, moved, strict=True))

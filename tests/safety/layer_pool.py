@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from kvpp_connectors.pool.block_objects import Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob, Life
-from kvpp_connectors.pool.modes.layerwise import LayerStores, StepLoads
+from kvpp_connectors.pool.modes.base import RankShare
+from kvpp_connectors.pool.modes.layerwise import Layerwise
 from kvpp_connectors.pool.packing import Inventory
-from kvpp_connectors.pool.store.base import Backend
+from kvpp_connectors.pool.store.base import Store
 from kvpp_core.trace import SpanRecorder
 from tests.core.rank_memory import RankMemory
 from tests.pool.stores import MemCacheStandInStore
@@ -22,7 +22,7 @@ from tests.pool.test_keys import BASE, KVPP
 from tests.pool.test_packing import caches_of
 from tests.safety.faulty_store import FaultyStore
 
-__all__ = ["NAMESPACE", "LayerPool", "job_of", "layer_pool", "layer_stores", "life_of"]
+__all__ = ["NAMESPACE", "LayerPool", "job_of", "layer_pool", "life_of", "share_of"]
 
 NAMESPACE = Namespace(BASE, KVPP)
 STAGING = 1 << 20  # bytes
@@ -38,11 +38,16 @@ def job_of(blocks: Sequence[int], name: str = "r") -> BlockJob:
     return BlockJob(life_of(name), tuple(blocks), tuple(bytes([block] * 32) for block in blocks))
 
 
-def layer_stores(backend: Backend, memory: RankMemory) -> LayerStores:
-    """All layers that a rank keeps, over a backend."""
-    inventory = Inventory.kept(memory.placement)
-    return LayerStores(
-        backend, caches_of(memory), inventory, Staging(backend, STAGING), SpanRecorder()
+def share_of(store: Store, memory: RankMemory) -> RankShare:
+    """All that a rank keeps, over a store."""
+    return RankShare(
+        store=store,
+        rows=caches_of(memory),
+        inventory=Inventory.kept(memory.placement),
+        shard=Shard(0, memory.placement.rank),
+        staging_bytes=STAGING,
+        device=torch.device("cpu"),
+        spans=SpanRecorder(),
     )
 
 
@@ -52,16 +57,13 @@ class LayerPool:
     def __init__(self, memory: RankMemory, folder: Path, prefetch: int) -> None:
         self._opened = MemCacheStandInStore(folder)
         self.store = FaultyStore(self._opened.backend)
-        self.shard = Shard(0, memory.placement.rank)
-        keeps = bool(Inventory.kept(memory.placement).parts)
-        self._stores = layer_stores(self.store, memory) if keeps else None
-        self.loads = StepLoads(self._stores, prefetch, self.shard, torch.device("cpu"))
-        self.loads.expect(bundle.layer for bundle in memory.placement.bundles)
+        share = share_of(self.store, memory)
+        self.shard = share.shard
+        self.loads = Layerwise(share, prefetch, memory.layout)
 
     def save(self, job: BlockJob) -> None:
         """As another engine has, before."""
-        if self._stores is not None:
-            self._stores.save(NAMESPACE, self.shard, job)
+        self.loads.save(NAMESPACE, job, lambda: None)
 
     def close(self) -> None:
         """Let what is held go on, and end."""

@@ -188,9 +188,9 @@ MUTATIONS = [
     ),
     Mutation(
         "S5", "without KVPP a step starts before its layers are loaded",
-        "kvpp_connectors/pool/worker.py",
-        "                self._layers.settle()  # no broadcast waits for them\n",
-        "                pass\n",
+        "kvpp_connectors/pool/modes/layerwise.py",
+        "            self.drain()  # no broadcast waits for them\n",
+        "            pass\n",
         f"{S05}::test_without_kvpp_a_step_starts_when_every_layer_is_loaded",
     ),
     Mutation(
@@ -202,7 +202,7 @@ MUTATIONS = [
     Mutation(
         "S6", "a block is marked as whole although a layer was not saved",
         "kvpp_connectors/pool/modes/layerwise.py",
-        ", strict=True) if is_whole]", ", strict=True)]",
+        "                if is_whole  # all its layers are in the store\n", "",
         f"{S06}::test_a_block_of_which_any_layer_was_not_saved_ends_the_hit",
     ),
     Mutation(
@@ -246,8 +246,8 @@ MUTATIONS = [
     ),
     Mutation(
         "S9", "a preemption does not wait for saves",
-        "kvpp_connectors/pool/worker.py",
-        "        _, late = wait(running, self._facts.options.hold_timeout_s)\n",
+        "kvpp_connectors/pool/saves.py",
+        "        _, late = wait(copied, self._hold_timeout_s)\n",
         "        late: set[Future[None]] = set()\n",
         f"{S09}::test_blocks_are_given_up_when_no_save_reads_them_any_more",
     ),
@@ -280,9 +280,9 @@ MUTATIONS = [
     ),
     Mutation(
         "S9", "a life of a request is taken for another of the same id",
-        "kvpp_connectors/pool/worker.py",
-        "self._saves.setdefault(job.life, [])",
-        "self._saves.setdefault(Life(job.request_id, 0), [])",
+        "kvpp_connectors/pool/saves.py",
+        "self._running.setdefault(life, [])",
+        "self._running.setdefault(Life(life.request_id, 0), [])",
         f"{S09}::test_saves_of_an_ended_life_and_of_the_next_are_counted_apart",
     ),
     Mutation(
@@ -312,8 +312,8 @@ MUTATIONS = [
     Mutation(
         "S11", "an object of another key is taken for one's own",
         "kvpp_connectors/pool/block_objects.py",
-        "        return outcome if wrong is None else Outcome(Result.FOREIGN, words=wrong)",
-        "        return outcome",
+        "return outcome if wrong is None else StoreOutcome(StoreResult.FOREIGN, words=wrong)",
+        "return outcome",
         f"{S11}::test_a_foreign_object_is_never_loaded",
     ),
     Mutation(

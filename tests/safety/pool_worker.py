@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from kvpp_connectors.connector.caches import CachePlan
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.process import KvppFacts
 from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.options import PoolOptions
 from kvpp_connectors.pool.stats import PoolStats
-from kvpp_connectors.pool.store.resilient import GuardedBackend
+from kvpp_connectors.pool.store.resilient import ResilientStore
 from kvpp_connectors.pool.worker import PoolWorker
 from tests.core.rank_memory import RankMemory
 from tests.pool.test_packing import caches_of
@@ -47,17 +48,27 @@ def pool_worker(
     rank, ranks = memory.placement.rank, memory.placement.ranks
     keeps = KvppFacts(memory.layout) if kvpp else KvppFacts()
     stats = PoolStats("test")
+    resilient = ResilientStore(store, stats, device=device)
+    caches = caches_of(memory)
+    plan = CachePlan(
+        next(iter(caches.values())).shape[0],
+        {name: frozenset({rows.shape[1]}) for name, rows in caches.items()},
+        keeps.layout,
+    )
     worker = PoolWorker(
         facts,
         RankPosition(tp=rank, tp_size=ranks),
         keeps,
-        GuardedBackend(store, stats, device=device),
+        resilient,
         stats,
         device,
+        plan,
+        caches,
     )
-    worker.register(caches_of(memory))
+    resilient.wait_at_start()
     try:
         yield worker
     finally:
         store.heal()
         worker.close()
+        resilient.close()

@@ -159,7 +159,7 @@ class Site:
         self.store: StandInStore = {}
         launch.config.cache_config.num_gpu_blocks = blocks
         with (
-            mock.patch("kvpp_connectors.pool.connector.GuardedBackend"),
+            mock.patch("kvpp_connectors.pool.connector.ResilientStore"),
             mock.patch("kvpp_connectors.p2p.scheduler.ControlServer", StandInServer),
         ):
             self._scheduler: Any = Scheduler(
@@ -307,7 +307,7 @@ class Site:
         connector = self._scheduler.connector
         for child in getattr(connector, "_connectors", [connector]):
             if type(child).__name__ == "AscendStoreConnector":
-                child._backend.wait_at_start = lambda: None
+                child._store.wait_at_start = lambda: None
                 self._pool = child._scheduler
                 self._pool._lookup.close()
                 self._pool._lookup = self.lookup

@@ -16,16 +16,17 @@ import torch
 from kvpp_connectors.pool.block_objects import BlockObject, BlockStore, Staging
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard, Topology
 from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.modes.layerwise import LayerStores
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_core.manifest import Manifest
 from kvpp_core.ownership import assign_owners
 from tests.core.rank_memory import Model, RankMemory, uneven_model
-from tests.pool.stores import Store
+from tests.pool.stores import StoreUnderTest
 from tests.pool.test_keys import BASE
 from tests.pool.test_packing import caches_of
 from tests.safety.faulty_store import FaultyStore, What
-from tests.safety.layer_pool import STAGING, job_of, layer_stores
+from tests.safety.layer_pool import STAGING, job_of, share_of
 
 RANKS = 2
 STAGES = (Model(uneven_model(1).bundles), uneven_model(3))  # drafts are on the last stage
@@ -43,7 +44,7 @@ WAIT_S = 20.0
 class Engine:
     """All ranks of both stages, and the scheduler's lookups."""
 
-    def __init__(self, store: Store, revision: str, layerwise: bool) -> None:
+    def __init__(self, store: StoreUnderTest, revision: str, layerwise: bool) -> None:
         self._layerwise = layerwise
         self.store = FaultyStore(store.backend)
         manifests = [
@@ -64,7 +65,7 @@ class Engine:
         """Every rank saves its share of JOB."""
         for shard, memory in self.memories.items():
             if self._layerwise:
-                layer_stores(self.store, memory).save(self.namespace, shard, JOB)
+                self._layers(shard).save(self.namespace, JOB)
             else:
                 self._blocks(memory).save(self._objects(shard))
 
@@ -85,7 +86,7 @@ class Engine:
             memory.store_owned(2)
             memory.store_drafts(2)
             outcomes = [
-                layer_stores(self.store, memory).load(self.namespace, shard, layer, [JOB])
+                self._layers(shard).load(self.namespace, layer, [JOB])
                 for layer in (KEPT[shard] if self._layerwise else ())
             ] or [self._blocks(memory).load(self._objects(shard))]
             for position, block in enumerate(JOB.blocks):
@@ -102,6 +103,9 @@ class Engine:
         key = self.namespace.commit_key if self._layerwise else self.namespace.block_key
         return key(block_hash, shard)
 
+    def _layers(self, shard: Shard) -> LayerStores:
+        return LayerStores(replace(share_of(self.store, self.memories[shard]), shard=shard))
+
     def _objects(self, shard: Shard) -> list[BlockObject]:
         return JOB.objects(lambda found: self.key(found, shard))
 
@@ -113,7 +117,7 @@ class Engine:
 @pytest.mark.parametrize("what", [None, "twice", "reverse"])
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole blocks", "layer by layer"])
 def test_what_every_rank_has_saved_is_hit_and_comes_back(
-    store: Store, prefix: str, layerwise: bool, what: What | None
+    store: StoreUnderTest, prefix: str, layerwise: bool, what: What | None
 ) -> None:
     """The rank that keeps nothing is not waited for."""
     engine = Engine(store, prefix, layerwise)
@@ -128,7 +132,7 @@ def test_what_every_rank_has_saved_is_hit_and_comes_back(
 @pytest.mark.parametrize("shard", KEPT, ids=lambda shard: shard.tag)
 @pytest.mark.parametrize("layerwise", [False, True], ids=["whole blocks", "layer by layer"])
 def test_a_block_of_which_any_shard_is_gone_ends_the_hit(
-    store: Store, prefix: str, layerwise: bool, shard: Shard
+    store: StoreUnderTest, prefix: str, layerwise: bool, shard: Shard
 ) -> None:
     engine = Engine(store, prefix, layerwise)
     engine.save()
@@ -138,7 +142,7 @@ def test_a_block_of_which_any_shard_is_gone_ends_the_hit(
 
 @pytest.mark.parametrize(("shard", "layer"), LAYERS, ids=lambda part: part.tag)
 def test_a_block_of_which_any_layer_was_not_saved_ends_the_hit(
-    store: Store, prefix: str, shard: Shard, layer: LayerId
+    store: StoreUnderTest, prefix: str, shard: Shard, layer: LayerId
 ) -> None:
     """Its rank leaves no mark on it; drafts count like the others."""
     engine = Engine(store, prefix, layerwise=True)
@@ -150,7 +154,7 @@ def test_a_block_of_which_any_layer_was_not_saved_ends_the_hit(
 
 @pytest.mark.parametrize(("shard", "layer"), LAYERS, ids=lambda part: part.tag)
 def test_a_layer_that_the_store_has_lost_is_a_block_that_did_not_come(
-    store: Store, prefix: str, shard: Shard, layer: LayerId
+    store: StoreUnderTest, prefix: str, shard: Shard, layer: LayerId
 ) -> None:
     """4.1: a hit may be too long when a store lies; the load tells, block by block."""
     engine = Engine(store, prefix, layerwise=True)

@@ -23,7 +23,7 @@ from tests.core.rank_memory import RankMemory, uneven_model
 from tests.core.rig import PATIENCE
 from tests.pool.block_stores import objects, opened
 from tests.pool.master import wait_until
-from tests.pool.stores import MemCacheStandInStore, Store
+from tests.pool.stores import MemCacheStandInStore, StoreUnderTest
 from tests.pool.test_keys import BASE, KVPP
 from tests.pool.test_packing import expected
 from tests.safety.faulty_store import FaultyStore, What
@@ -48,7 +48,7 @@ def memory() -> RankMemory:
 
 @pytest.mark.parametrize("then", [None, "fail", "twice", "reverse"])
 def test_blocks_are_given_up_when_no_save_reads_them_any_more(
-    store: Store, prefix: str, memory: RankMemory, then: What | None
+    store: StoreUnderTest, prefix: str, memory: RankMemory, then: What | None
 ) -> None:
     """The second save waits for its turn while the first is held: it has not been read at all."""
     space = Namespace(replace(BASE, revision=prefix), KVPP)
@@ -109,7 +109,7 @@ def test_saves_of_an_ended_life_and_of_the_next_are_counted_apart(
 
 
 def test_a_save_has_read_its_blocks_when_it_says_so(
-    store: Store, prefix: str, memory: RankMemory
+    store: StoreUnderTest, prefix: str, memory: RankMemory
 ) -> None:
     """Of several batches the last decides: the blocks are somebody else's from that moment on."""
 

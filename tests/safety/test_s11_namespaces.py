@@ -18,10 +18,10 @@ import torch
 from kvpp_connectors.pool.block_objects import HEADER_BYTES, BlockStore, Staging, write_header
 from kvpp_connectors.pool.keys import Namespace
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.pool.store.base import Result
+from kvpp_connectors.pool.store.base import StoreResult
 from tests.core.rank_memory import uneven_model
 from tests.pool.block_stores import LAYERS, RANKS, objects, opened
-from tests.pool.stores import Store
+from tests.pool.stores import StoreUnderTest
 from tests.pool.test_keys import (
     BASE,
     KVPP,
@@ -50,7 +50,9 @@ def test_engines_of_unlike_bytes_have_no_key_in_common(changed: str) -> None:
 class Engine:
     """One rank of an engine, and its blocks in a store that others share."""
 
-    def __init__(self, store: Store, space: Namespace, generation: int, what: What | None) -> None:
+    def __init__(
+        self, store: StoreUnderTest, space: Namespace, generation: int, what: What | None
+    ) -> None:
         self.memory = memory_of(LAYERS, RANKS, 0)
         for ordinal in self.memory.placement.owned:
             self.memory.store(ordinal, generation)
@@ -66,7 +68,7 @@ class Engine:
 @pytest.mark.parametrize("what", [None, "twice", "reverse"])
 @pytest.mark.parametrize("changed", ["weights under the same name", "hash seed", "group size"])
 def test_engines_that_save_the_same_hashes_at_once_get_their_own_bytes_back(
-    store: Store, prefix: str, changed: str, what: What | None
+    store: StoreUnderTest, prefix: str, changed: str, what: What | None
 ) -> None:
     """Neither finds anything of the other; a loader of each finds all of its own."""
     engines = []
@@ -90,17 +92,17 @@ def test_engines_that_save_the_same_hashes_at_once_get_their_own_bytes_back(
 @pytest.mark.parametrize(
     ("change", "result", "says"),
     [
-        ("shorter", Result.WRONG_LENGTH, "code"),
-        ("longer", Result.WRONG_LENGTH, "code"),
-        ("another key's", Result.FOREIGN, "another key"),
-        ("no header", Result.FOREIGN, "header"),
-        ("zeros", Result.FOREIGN, "header"),
-        ("other layers", Result.FOREIGN, "other layers or components"),
-        ("other version", Result.FOREIGN, "of format"),
+        ("shorter", StoreResult.WRONG_LENGTH, "code"),
+        ("longer", StoreResult.WRONG_LENGTH, "code"),
+        ("another key's", StoreResult.FOREIGN, "another key"),
+        ("no header", StoreResult.FOREIGN, "header"),
+        ("zeros", StoreResult.FOREIGN, "header"),
+        ("other layers", StoreResult.FOREIGN, "other layers or components"),
+        ("other version", StoreResult.FOREIGN, "of format"),
     ],
 )
 def test_a_foreign_object_is_never_loaded(
-    store: Store, prefix: str, change: str, result: Result, says: str
+    store: StoreUnderTest, prefix: str, change: str, result: StoreResult, says: str
 ) -> None:
     memory = memory_of(LAYERS, RANKS, 0)
     opened(store, memory).save(objects(prefix, [0, 1]))

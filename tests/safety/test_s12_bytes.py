@@ -22,7 +22,7 @@ from kvpp_connectors.connector.transfer_engine import Read
 from kvpp_connectors.p2p.read_window import ReadEngine
 from kvpp_connectors.pool.block_objects import HEADER_BYTES, BlockStore, Staging
 from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.pool.store.base import Backend, Buffer, Outcome
+from kvpp_connectors.pool.store.base import Buffer, Store, StoreOutcome
 from kvpp_core.policy import BroadcastPolicy
 from tests.core.byte_check import Seen
 from tests.core.gloo_world import GlooWorld
@@ -32,7 +32,7 @@ from tests.core.wrong_broadcasts import BROADCASTS, broadcast
 from tests.p2p.conftest import Machine
 from tests.p2p.pull_rig import rig
 from tests.pool.block_stores import LAYERS, RANKS, objects
-from tests.pool.stores import MemCacheStandInStore, Store
+from tests.pool.stores import MemCacheStandInStore, StoreUnderTest
 from tests.pool.test_packing import caches_of, expected, memory_of
 from tests.safety.faulty_store import FaultyStore
 
@@ -115,18 +115,18 @@ def _write(address: int) -> None:
 class BentLoads(FaultyStore):
     """A backend whose loads leave one wrong byte and say that all went well."""
 
-    def __init__(self, backend: Backend, wrong: str) -> None:
+    def __init__(self, backend: Store, wrong: str) -> None:
         super().__init__(backend)
         self._wrong = PIECES[wrong]
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         """Load, and then go wrong."""
         outcomes = super().get(keys, buffers)
         self._wrong(buffers[0])
         return outcomes
 
 
-def saved_and_loaded(backend: Backend, prefix: str) -> tuple[RankMemory, list[Outcome]]:
+def saved_and_loaded(backend: Store, prefix: str) -> tuple[RankMemory, list[StoreOutcome]]:
     """Blocks of rank 0 through a store, into memory that held others."""
     source, target = memory_of(LAYERS, RANKS, 0), memory_of(LAYERS, RANKS, 0)
     for ordinal in target.placement.owned:
@@ -142,7 +142,7 @@ def saved_and_loaded(backend: Backend, prefix: str) -> tuple[RankMemory, list[Ou
 
 
 def test_a_save_and_a_load_move_what_they_should_and_no_other_byte(
-    store: Store, prefix: str
+    store: StoreUnderTest, prefix: str
 ) -> None:
     """The object's own bytes, too."""
     target, ended = saved_and_loaded(store.backend, prefix)

@@ -8,43 +8,43 @@ the blocks are reported as invalid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
 import torch
 
+from kvpp_connectors.connector.process import offer_layer_loads
 from kvpp_connectors.connector.threads import log_error, make_executor
-from kvpp_connectors.pool.block_objects import BlockStore, Staging
+from kvpp_connectors.pool.block_objects import BlockStore, CommitMarks
 from kvpp_connectors.pool.keys import LayerId, Namespace, Shard
 from kvpp_connectors.pool.messages import BlockJob
-from kvpp_connectors.pool.packing import CacheBlocks, Inventory
-from kvpp_connectors.pool.recorded import recorded
-from kvpp_connectors.pool.store.base import NOT_RUN, Backend, Outcome, PoolUnavailable
+from kvpp_connectors.pool.modes.base import EndedLoads, LoadMode, RankShare
+from kvpp_connectors.pool.packing import CacheBlocks
+from kvpp_connectors.pool.store.base import NOT_RUN, StoreOutcome
 from kvpp_core.device.base import Fence
 from kvpp_core.errors import LoadFailed
-from kvpp_core.trace import Lane, SpanRecorder
+from kvpp_core.layout import RankLayout
+from kvpp_core.trace import Lane
 
-__all__ = ["LayerStores", "StepLoads"]
+__all__ = ["LayerStores", "Layerwise"]
 
 
 class LayerStores:
-    """A store for each layer of a shard, over one staging memory. For one thread."""
+    """A store for each layer of a rank's share, and its marks, over one staging memory. For one
+    thread."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        caches: Mapping[str, torch.Tensor],
-        inventory: Inventory,
-        staging: Staging,
-        spans: SpanRecorder,
-    ) -> None:
+    def __init__(self, share: RankShare) -> None:
         """Bind the caches; see BlockStore."""
-        self._backend, self._spans = backend, spans
+        self._share = share
+        staging = share.staging()
         self._stores = {
-            layer: BlockStore(backend, CacheBlocks(caches, inventory.of_layer(layer)), staging)
-            for layer in inventory.layers
+            layer: BlockStore(
+                share.store, CacheBlocks(share.rows, share.inventory.of_layer(layer)), staging
+            )
+            for layer in share.inventory.layers
         }
+        self._marks = CommitMarks(share.store, staging)
 
     @property
     def layers(self) -> tuple[LayerId, ...]:
@@ -52,91 +52,110 @@ class LayerStores:
         return tuple(self._stores)
 
     def load(
-        self, namespace: Namespace, shard: Shard, layer: LayerId, jobs: Sequence[BlockJob]
-    ) -> list[Outcome]:
+        self, namespace: Namespace, layer: LayerId, jobs: Sequence[BlockJob]
+    ) -> list[StoreOutcome]:
         """Load one layer of all blocks of ``jobs``, one outcome each."""
-        objects = [o for job in jobs for o in job.objects(_key_of(namespace, shard, layer))]
-        return self._recorded(Lane.LOAD, layer, lambda: self._stores[layer].load(objects))
+        key = _key_of(namespace, self._share.shard, layer)
+        objects = [o for job in jobs for o in job.objects(key)]
+        return self._traced(Lane.LOAD, layer, lambda: self._stores[layer].load(objects))
 
-    def save(self, namespace: Namespace, shard: Shard, job: BlockJob) -> None:
+    def save(self, namespace: Namespace, job: BlockJob) -> None:
         """Save all layers of the blocks that have no mark, then the marks of those that are
         whole."""
+        if not self._stores:
+            return
+        shard = self._share.shard
         marks = {found: namespace.commit_key(found, shard) for found in job.hashes}
-        marked = self._there(list(marks.values()))
-        job = job.where(lambda _, found: marks[found] not in marked)
+        there = self._marks.there(list(marks.values()))
+        job = job.where(lambda _, found: marks[found] not in there)
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
             objects = job.objects(_key_of(namespace, shard, layer))
-            outcomes = self._recorded(Lane.SAVE, layer, partial(store.save, objects))
+            outcomes = self._traced(Lane.SAVE, layer, partial(store.save, objects))
             whole = [so_far and o.ok for so_far, o in zip(whole, outcomes, strict=True)]
-        keys = [marks[found] for found, is_whole in zip(job.hashes, whole, strict=True) if is_whole]
-        next(iter(self._stores.values())).mark(keys)
+        self._marks.save(
+            [
+                marks[found]
+                for found, is_whole in zip(job.hashes, whole, strict=True)
+                if is_whole  # all its layers are in the store
+            ]
+        )
 
-    def _there(self, keys: Sequence[str]) -> set[str]:
-        """Those that the store has; none where it cannot be asked: the saves say why then."""
-        try:
-            return {
-                key for key, there in zip(keys, self._backend.exist(keys), strict=True) if there
-            }
-        except PoolUnavailable:
-            return set()
-
-    def _recorded(
-        self, lane: Lane, layer: LayerId, move: Callable[[], list[Outcome]]
-    ) -> list[Outcome]:
+    def _traced(
+        self, lane: Lane, layer: LayerId, move: Callable[[], list[StoreOutcome]]
+    ) -> list[StoreOutcome]:
         name, index = ("draft", None) if layer.draft else (None, layer.index)
-        return recorded(self._spans, lane, move, self._stores[layer].object_bytes, name, index)
+        return self._share.traced(lane, move, self._stores[layer].object_bytes, name, index)
 
 
-class StepLoads:
-    """The loads of one step, layer by layer, on a thread. Offered to the engine as LayerLoads."""
+class Layerwise(LoadMode):
+    """The mode of `use_layerwise: true`: the loads of one step, on a thread.
 
-    def __init__(
-        self, stores: LayerStores | None, prefetch: int, shard: Shard, device: torch.device
-    ) -> None:
-        """``stores``: None for a rank that keeps nothing, which still follows the steps."""
-        self._stores, self._prefetch, self._shard = stores, prefetch, shard
-        self._thread = make_executor("kvpp-pool-layers", device=device)
-        self._order: list[int] = []  # all target layers of the stage, as the model runs them
-        self._jobs: list[BlockJob] = []
+    With KVPP its loads are offered to the engine as LayerLoads; without, no broadcast waits for
+    them, and they end before the step's forward.
+    """
+
+    def __init__(self, share: RankShare, prefetch: int, layout: RankLayout | None) -> None:
+        """Bind the caches; ``prefetch`` is in layers.
+
+        Raises:
+            KvppError: staging holds no object, or the store refused the memory.
+        """
+        self._prefetch = prefetch
+        self._reader, self._writer = LayerStores(share), LayerStores(share)
+        self._thread = make_executor("kvpp-pool-layers", device=share.device)
+        # All target layers of the stage, as the model runs them.
+        self._order = sorted(
+            (layer.index for layer in share.inventory.layers if not layer.draft)
+            if layout is None
+            else (bundle.layer for bundle in layout.placement.bundles)
+        )
+        self._broadcasts = layout is not None
+        self._jobs: Sequence[BlockJob] = ()
         self._namespace: Namespace | None = None
         self._ready: torch.Event | None = None
         self._fences: dict[int, Future[None]] = {}
         self._waiting: list[int] = []  # layers of this rank that are not submitted yet
         self._invalid_blocks: set[int] = set()
-
-    def expect(self, layers: Iterable[int]) -> None:
-        """The target layers of this rank's stage."""
-        self._order = sorted(layers)
+        if self._broadcasts:
+            offer_layer_loads(self)
 
     def start(
-        self, namespace: Namespace, jobs: list[BlockJob], ready: torch.Event | None = None
+        self, namespace: Namespace, loads: Sequence[BlockJob], ready: torch.Event | None = None
     ) -> None:
-        """Load this step's blocks: drafts now, target layers as the model reaches them.
-
-        Nothing is written before ``ready``.
-        """
-        self.settle()
-        self._namespace, self._jobs, self._ready = namespace, jobs, ready
-        layers = self._stores.layers if self._stores is not None and jobs else ()
+        """Drafts are loaded now, target layers as the model reaches them."""
+        self.drain()
+        self._namespace, self._jobs, self._ready = namespace, loads, ready
+        layers = self._reader.layers if loads else ()
         for layer in layers:
             if layer.draft:
                 wait([self._begin(layer, Future())])
         self._waiting = [layer.index for layer in layers if not layer.draft]
         self._fences = {layer: Future() for layer in self._waiting}
-        self._submit(self._order[0] if self._order else 0)
+        if self._waiting:
+            self._submit(self._order[0])
+        if not self._broadcasts:
+            self.drain()  # no broadcast waits for them
+
+    def save(self, namespace: Namespace, job: BlockJob, copied: Callable[[], object]) -> None:
+        """Layer after layer: the blocks are read until the end."""
+        self._writer.save(namespace, job)
+
+    def finished(self) -> EndedLoads:
+        """None runs between steps."""
+        return EndedLoads(set(), set())
 
     def take_fences(self) -> Mapping[int, Fence] | None:
-        """See LayerLoads."""
+        """This step's loads of this rank, by layer; None where no rank of the group loads."""
         return self._fences if self._jobs else None
 
     def reached(self, layer: int) -> None:
-        """See LayerLoads."""
+        """The model is about to touch a layer's cache for the first time in this step."""
         if self._waiting:
             self._submit(layer)
 
     def failed(self, layer: int, late: bool) -> None:
-        """See LayerLoads.
+        """A layer was not loaded by its owner, or not in time.
 
         A load that failed has named its own blocks. Of one that was given up, none was there when
         the layer was broadcast, whatever came of it since.
@@ -144,22 +163,24 @@ class StepLoads:
         if late and layer in self._fences:
             self._invalid_blocks |= {block for job in self._jobs for block in job.blocks}
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no load writes any more; the step and its fences are over."""
         if self._waiting:
             self._submit(self._order[-1])
         wait(self._fences.values())
-        self._fences, self._jobs = {}, []
+        self._fences, self._jobs = {}, ()
 
     def take_invalid_blocks(self) -> set[int]:
         """Blocks of this step that did not come whole; waits for what is still under way."""
-        self.settle()
+        self.drain()
         invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
     def close(self) -> None:
         """End the thread."""
-        self.settle()
+        if self._broadcasts:
+            offer_layer_loads(None)
+        self.drain()
         self._thread.shutdown()
 
     def _submit(self, reached: int) -> None:
@@ -179,13 +200,13 @@ class StepLoads:
     def _load(self, layer: LayerId, fence: Future[None]) -> None:
         """On the thread, once nothing computes any more in what was freed before this step: load a
         layer, name the blocks that did not come, complete its fence."""
-        assert self._stores is not None and self._namespace is not None
+        assert self._namespace is not None
         blocks = [block for job in self._jobs for block in job.blocks]
         outcomes = [NOT_RUN] * len(blocks)
         try:
             if self._ready is not None:
                 self._ready.synchronize()
-            outcomes = self._stores.load(self._namespace, self._shard, layer, self._jobs)
+            outcomes = self._reader.load(self._namespace, layer, self._jobs)
         finally:
             bad = [(b, o) for b, o in zip(blocks, outcomes, strict=True) if not o.ok]
             self._invalid_blocks |= {block for block, _ in bad}

@@ -23,14 +23,22 @@ from typing import NamedTuple, Protocol
 
 from kvpp_core.errors import KvppError
 
-__all__ = ["NOT_RUN", "Backend", "Buffer", "Outcome", "PoolUnavailable", "Result", "all_ended"]
+__all__ = [
+    "NOT_RUN",
+    "Buffer",
+    "PoolUnavailable",
+    "Store",
+    "StoreOutcome",
+    "StoreResult",
+    "all_ended",
+]
 
 
 class PoolUnavailable(KvppError):
     """The store cannot be asked at all: not connected, gone, stuck, or closed."""
 
 
-class Result(StrEnum):
+class StoreResult(StrEnum):
     """How an operation on one key ended."""
 
     STORED = "stored"
@@ -46,14 +54,14 @@ class Result(StrEnum):
     FAILED = "failed"
 
 
-_OK = (Result.STORED, Result.ALREADY_THERE, Result.LOADED)
+_OK = (StoreResult.STORED, StoreResult.ALREADY_THERE, StoreResult.LOADED)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StoreOutcome:
     """The end of one operation on one key."""
 
-    result: Result
+    result: StoreResult
     code: int | None = None  # the store's own, where it gave one
     words: str = ""  # what that code means, or what else happened
 
@@ -67,7 +75,7 @@ class Outcome:
         return f"{self.result}{code}{': ' if self.words else ''}{self.words}"
 
 
-NOT_RUN = Outcome(Result.FAILED, words="the load ended with an error")
+NOT_RUN = StoreOutcome(StoreResult.FAILED, words="the load ended with an error")
 
 
 class Buffer(NamedTuple):
@@ -82,7 +90,7 @@ class Buffer(NamedTuple):
         return sum(self.sizes)
 
 
-class Backend(Protocol):
+class Store(Protocol):
     """A store."""
 
     @property
@@ -116,16 +124,16 @@ class Backend(Protocol):
             PoolUnavailable: the store cannot be asked.
         """
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         """Store objects: STORED or ALREADY_THERE, else why not."""
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         """Load objects into buffers of exactly their size: LOADED, else why not."""
 
     def close(self) -> None:
         """Give back everything. Again is legal."""
 
 
-def all_ended(keys: Sequence[str], outcome: Outcome) -> list[Outcome]:
+def all_ended(keys: Sequence[str], outcome: StoreOutcome) -> list[StoreOutcome]:
     """The same outcome for every key."""
     return [outcome] * len(keys)

@@ -15,16 +15,15 @@ from typing import Any
 
 from kvpp_connectors.pool.store.base import (
     Buffer,
-    Outcome,
     PoolUnavailable,
-    Result,
+    StoreOutcome,
+    StoreResult,
     all_ended,
 )
-from kvpp_connectors.pool.store.client import PROBE, StoreBackend
-from kvpp_connectors.pool.store.codes import CodeBook, NoAnswer, ask
+from kvpp_connectors.pool.store.client import PROBE, CodeBook, NoAnswer, StoreClient, ask
 from kvpp_core.errors import KvppError
 
-__all__ = ["CONFIG_VARIABLE", "MemCacheBackend", "MemoryKind", "new_client"]
+__all__ = ["CONFIG_VARIABLE", "MemCacheStore", "MemoryKind", "new_client"]
 
 CONFIG_VARIABLE = "MMC_LOCAL_CONFIG_PATH"
 _NO_SPACE_WAITS_S = (0.005, 0.010, 0.020, 0.040)  # it evicts in the background
@@ -32,28 +31,28 @@ _FULL_OR_ANY_ERROR = -1
 _BOOK = CodeBook(
     "MemCache",
     {
-        -1: (Result.FAILED, "an error that MemCache does not name; its own log does"),
-        -2: (Result.FAILED, "the copy direction does not fit the memory's kind"),
-        -8: (Result.FAILED, "a library of the device is not loaded"),
-        -3000: (Result.FAILED, "MemCache calls a parameter invalid"),
-        -3001: (Result.NO_SPACE, "no memory could be allocated"),
-        -3002: (Result.FAILED, "an object could not be made"),
-        -3003: (Result.UNAVAILABLE, "MemCache's service is not started"),
-        -3004: (Result.UNAVAILABLE, "MemCache's MetaService did not answer in time"),
-        -3006: (Result.ALREADY_THERE, "saved already, or being saved"),
-        -3007: (Result.MISSING, "not in the pool: never saved, evicted, or its owner is gone"),
-        -3008: (Result.UNAVAILABLE, "MemCache's client is not initialised"),
-        -3012: (Result.WRONG_LENGTH, "the object has another size"),
-        -3013: (Result.NO_SPACE, "the pool has no room"),
-        -3014: (Result.UNAVAILABLE, "the link to MemCache's MetaService is broken"),
-        -3016: (Result.NO_SPACE, "the pool has no memory"),
-        -3017: (Result.UNAVAILABLE, "there is no MetaService"),
-        -3018: (Result.UNAVAILABLE, "there is no LocalService"),
-        -3019: (Result.UNAVAILABLE, "MemCache's client is not initialised"),
-        -3101: (Result.MISSING, "its writer has not finished it"),
-        -3102: (Result.MISSING, "not in the pool: never saved, or evicted"),
-        -3104: (Result.FAILED, "it has a lease"),
-        -3106: (Result.LEASE_EXPIRED, "there is no lease on it"),
+        -1: (StoreResult.FAILED, "an error that MemCache does not name; its own log does"),
+        -2: (StoreResult.FAILED, "the copy direction does not fit the memory's kind"),
+        -8: (StoreResult.FAILED, "a library of the device is not loaded"),
+        -3000: (StoreResult.FAILED, "MemCache calls a parameter invalid"),
+        -3001: (StoreResult.NO_SPACE, "no memory could be allocated"),
+        -3002: (StoreResult.FAILED, "an object could not be made"),
+        -3003: (StoreResult.UNAVAILABLE, "MemCache's service is not started"),
+        -3004: (StoreResult.UNAVAILABLE, "MemCache's MetaService did not answer in time"),
+        -3006: (StoreResult.ALREADY_THERE, "saved already, or being saved"),
+        -3007: (StoreResult.MISSING, "not in the pool: never saved, evicted, or its owner is gone"),
+        -3008: (StoreResult.UNAVAILABLE, "MemCache's client is not initialised"),
+        -3012: (StoreResult.WRONG_LENGTH, "the object has another size"),
+        -3013: (StoreResult.NO_SPACE, "the pool has no room"),
+        -3014: (StoreResult.UNAVAILABLE, "the link to MemCache's MetaService is broken"),
+        -3016: (StoreResult.NO_SPACE, "the pool has no memory"),
+        -3017: (StoreResult.UNAVAILABLE, "there is no MetaService"),
+        -3018: (StoreResult.UNAVAILABLE, "there is no LocalService"),
+        -3019: (StoreResult.UNAVAILABLE, "MemCache's client is not initialised"),
+        -3101: (StoreResult.MISSING, "its writer has not finished it"),
+        -3102: (StoreResult.MISSING, "not in the pool: never saved, or evicted"),
+        -3104: (StoreResult.FAILED, "it has a lease"),
+        -3106: (StoreResult.LEASE_EXPIRED, "there is no lease on it"),
     },
 )
 
@@ -75,7 +74,7 @@ class MemoryKind(Enum):
         return self.value[1]
 
 
-class MemCacheBackend(StoreBackend):
+class MemCacheStore(StoreClient):
     """One client of a MemCache pool. One that is not closed can crash the process at its end."""
 
     name = "memcache"
@@ -107,14 +106,14 @@ class MemCacheBackend(StoreBackend):
         self._environment = os.environ if environment is None else environment
         self._new_client = client or new_client
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         self._check_role("save")
         try:
             there = self.exist(keys)
         except PoolUnavailable as error:
-            return all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
-        outcomes = [Outcome(Result.ALREADY_THERE)] * len(keys)
+            return all_ended(keys, StoreOutcome(StoreResult.UNAVAILABLE, words=str(error)))
+        outcomes = [StoreOutcome(StoreResult.ALREADY_THERE)] * len(keys)
         missing = [i for i, found in enumerate(there) if not found]
         self._put_missing(
             keys,
@@ -122,12 +121,12 @@ class MemCacheBackend(StoreBackend):
             outcomes,
             missing,
             _NO_SPACE_WAITS_S,
-            lambda outcome: outcome.result is Result.NO_SPACE,
+            lambda outcome: outcome.result is StoreResult.NO_SPACE,
         )
         return outcomes
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         self._check_role("load")
         starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
         codes = self._call(
@@ -135,16 +134,18 @@ class MemCacheBackend(StoreBackend):
             "batch_get_into_layers",
             lambda client: client.batch_get_into_layers(list(keys), starts, sizes, self._kind.load),
         )
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return all_ended(keys, codes)
-        return [Outcome(Result.LOADED) if code == 0 else _BOOK.of_load(code) for code in codes]
+        return [
+            StoreOutcome(StoreResult.LOADED) if code == 0 else _BOOK.of_load(code) for code in codes
+        ]
 
     @property
     def _registers(self) -> bool:
         """Not for a scheduler's client, which it would crash."""
         return self._moves_data
 
-    def _refusal(self, outcome: Outcome, keys: int) -> str:
+    def _refusal(self, outcome: StoreOutcome, keys: int) -> str:
         return f"MemCache: {outcome} ({keys} keys)"
 
     def _set_up(self) -> Any:
@@ -198,14 +199,14 @@ class MemCacheBackend(StoreBackend):
         if not self._moves_data:
             raise KvppError(f"a scheduler's MemCache client cannot {verb}: it holds no memory")
 
-    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
         codes = self._call(
             keys,
             "batch_put_from_layers",
             lambda client: client.batch_put_from_layers(list(keys), starts, sizes, self._kind.save),
         )
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return all_ended(keys, codes)
         return [_stored(code) for code in codes]
 
@@ -226,10 +227,10 @@ def new_client() -> Any:
     return module.DistributedObjectStore()
 
 
-def _stored(code: int) -> Outcome:
+def _stored(code: int) -> StoreOutcome:
     if code == 0:
-        return Outcome(Result.STORED)
+        return StoreOutcome(StoreResult.STORED)
     if code == _FULL_OR_ANY_ERROR:
         words = "no room; MemCache gives this code for some other errors of a save, too"
-        return Outcome(Result.NO_SPACE, code, words)
+        return StoreOutcome(StoreResult.NO_SPACE, code, words)
     return _BOOK.outcome(code)

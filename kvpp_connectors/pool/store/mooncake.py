@@ -6,7 +6,7 @@
   some.
 - A get into a larger buffer is a success with the object's own size; into a smaller one an
   "invalid argument"; into several pieces that are too large a "transfer error".
-- Calls into a client that is not set up, or closed, end the process: see handle.py.
+- Calls into a client that is not set up, or closed, end the process: see client.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from typing import Any
 from kvpp_connectors.connector.transfer_engine import SETTINGS, TransferEngine, set_environment
 from kvpp_connectors.pool.store.base import (
     Buffer,
-    Outcome,
     PoolUnavailable,
-    Result,
+    StoreOutcome,
+    StoreResult,
     all_ended,
 )
-from kvpp_connectors.pool.store.client import StoreBackend
-from kvpp_connectors.pool.store.codes import CodeBook
+from kvpp_connectors.pool.store.client import CodeBook, StoreClient
 from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 from kvpp_core.errors import KvppError
 
-__all__ = ["MooncakeBackend"]
+__all__ = ["MooncakeStore"]
 
 _MASTER_CONNECT_S = 1.0
 _TRANSFER_FAILED, _LEASE_EXPIRED, _INVALID_ARGUMENT, _NO_SPACE = -800, -707, -600, -200
@@ -36,23 +35,23 @@ _WORTH_A_RETRY = (_TRANSFER_FAILED, _LEASE_EXPIRED)
 _BOOK = CodeBook(
     "Mooncake",
     {
-        _NO_SPACE: (Result.NO_SPACE, "no segment has room, and nothing could be evicted yet"),
-        _INVALID_ARGUMENT: (Result.FAILED, "Mooncake calls an argument invalid"),
-        -703: (Result.MISSING, "its writer has not finished it"),
-        -704: (Result.MISSING, "not in the pool: never saved, or evicted"),
-        -705: (Result.ALREADY_THERE, "saved already, or being saved"),
-        -706: (Result.FAILED, "it has a lease"),
-        _LEASE_EXPIRED: (Result.LEASE_EXPIRED, "its lease ended while it was read; give the "
+        _NO_SPACE: (StoreResult.NO_SPACE, "no segment has room, and nothing could be evicted yet"),
+        _INVALID_ARGUMENT: (StoreResult.FAILED, "Mooncake calls an argument invalid"),
+        -703: (StoreResult.MISSING, "its writer has not finished it"),
+        -704: (StoreResult.MISSING, "not in the pool: never saved, or evicted"),
+        -705: (StoreResult.ALREADY_THERE, "saved already, or being saved"),
+        -706: (StoreResult.FAILED, "it has a lease"),
+        _LEASE_EXPIRED: (StoreResult.LEASE_EXPIRED, "its lease ended while it was read; give the "
                          "master a longer --default_kv_lease_ttl"),
-        _TRANSFER_FAILED: (Result.FAILED, "the bytes could not be moved: their owner is gone, "
+        _TRANSFER_FAILED: (StoreResult.FAILED, "the bytes could not be moved: their owner is gone, "
                            "stuck, or out of reach"),
-        -900: (Result.UNAVAILABLE, "mooncake_master does not answer: it is gone"),
-        -901: (Result.UNAVAILABLE, "mooncake_master did not answer in time: it is stuck"),
-        -1700: (Result.NO_SPACE, "the tenant's quota is used up"),
-        -1701: (Result.FAILED, "mooncake_master does not know this tenant_id"),
+        -900: (StoreResult.UNAVAILABLE, "mooncake_master does not answer: it is gone"),
+        -901: (StoreResult.UNAVAILABLE, "mooncake_master did not answer in time: it is stuck"),
+        -1700: (StoreResult.NO_SPACE, "the tenant's quota is used up"),
+        -1701: (StoreResult.FAILED, "mooncake_master does not know this tenant_id"),
     },
 )  # fmt: skip
-_TRIED = Outcome(Result.FAILED, words="about to be tried")
+_TRIED = StoreOutcome(StoreResult.FAILED, words="about to be tried")
 # Mooncake's own bounds are 30 s for a stuck master or peer, and 90 s for a set-up.
 _ENVIRONMENT = {
     **SETTINGS,
@@ -63,7 +62,7 @@ _ENVIRONMENT = {
 }
 
 
-class MooncakeBackend(StoreBackend):
+class MooncakeStore(StoreClient):
     """One client of a Mooncake store.
 
     Clients of a master that came back join it by themselves, within 2 s. Closing takes 1 to 2 s.
@@ -102,14 +101,14 @@ class MooncakeBackend(StoreBackend):
         """Over tcp every piece costs a request of its own, so that packing is 5 times faster."""
         return self._protocol == "tcp"
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         try:
             there = self.exist(keys)
         except PoolUnavailable as error:
-            return all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
+            return all_ended(keys, StoreOutcome(StoreResult.UNAVAILABLE, words=str(error)))
         outcomes = [
-            Outcome(Result.ALREADY_THERE) if found else self._too_large(buffer)
+            StoreOutcome(StoreResult.ALREADY_THERE) if found else self._too_large(buffer)
             for found, buffer in zip(there, buffers, strict=True)
         ]
         missing = [i for i, outcome in enumerate(outcomes) if outcome is _TRIED]
@@ -120,15 +119,15 @@ class MooncakeBackend(StoreBackend):
         self._verify(keys, outcomes)
         return outcomes
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
         outcomes = self._get(keys, buffers)
         # The first transfer after a peer's trouble may find its connections broken, the first one
         # to a peer may take longer than a short lease; the next ones not.
         again = [
             i
             for i, outcome in enumerate(outcomes)
-            if outcome.code in _WORTH_A_RETRY and outcome.result is not Result.WRONG_LENGTH
+            if outcome.code in _WORTH_A_RETRY and outcome.result is not StoreResult.WRONG_LENGTH
         ]
         if again:
             ended = self._get([keys[i] for i in again], [buffers[i] for i in again])
@@ -147,7 +146,7 @@ class MooncakeBackend(StoreBackend):
         """
         if not prefix.startswith("kvpp") or not all(c.isalnum() or c in "@-" for c in prefix):
             raise KvppError(f"{prefix!r} is no prefix of a pool's keys; expected kvpp...@...")
-        with self._handle.use() as client:
+        with self.client() as client:
             removed = int(client.remove_by_regex(f"^{prefix}", False))
         if removed < 0:
             raise PoolUnavailable(f"the pool was not cleared: {_BOOK.outcome(removed)}")
@@ -158,7 +157,7 @@ class MooncakeBackend(StoreBackend):
         """Over tcp Mooncake copies to and from any memory of this process."""
         return self._protocol != "tcp"
 
-    def _refusal(self, outcome: Outcome, keys: int) -> str:
+    def _refusal(self, outcome: StoreOutcome, keys: int) -> str:
         return f"{outcome} (master {self._settings.master_server_address}, {keys} keys)"
 
     def _register(self, client: Any, address: int, size: int) -> None:
@@ -206,7 +205,7 @@ class MooncakeBackend(StoreBackend):
             )
         return client
 
-    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def _put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         names, starts_of, sizes_of = list(keys), *_pieces(buffers)
 
         def call(client: Any) -> object:
@@ -218,11 +217,13 @@ class MooncakeBackend(StoreBackend):
             return client.batch_put_from_multi_buffers(names, starts_of, sizes_of, config)
 
         codes = self._call(keys, "batch_put_from", call)
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return all_ended(keys, codes)
-        return [Outcome(Result.STORED) if code == 0 else _BOOK.outcome(code) for code in codes]
+        return [
+            StoreOutcome(StoreResult.STORED) if code == 0 else _BOOK.outcome(code) for code in codes
+        ]
 
-    def _too_large(self, buffer: Buffer) -> Outcome:
+    def _too_large(self, buffer: Buffer) -> StoreOutcome:
         """Keep back what no segment can hold: Mooncake would evict others for it, in vain."""
         if not 0 < self._segment_bytes < buffer.total:
             return _TRIED
@@ -230,21 +231,23 @@ class MooncakeBackend(StoreBackend):
             f"an object of {buffer.total:,} bytes does not fit a segment of "
             f"{self._segment_bytes:,} bytes; raise global_segment_size"
         )
-        return Outcome(Result.NO_SPACE, words=words)
+        return StoreOutcome(StoreResult.NO_SPACE, words=words)
 
-    def _verify(self, keys: Sequence[str], outcomes: list[Outcome]) -> None:
+    def _verify(self, keys: Sequence[str], outcomes: list[StoreOutcome]) -> None:
         """Make STORED what is not there NOT_KEPT."""
-        stored = [i for i, outcome in enumerate(outcomes) if outcome.result is Result.STORED]
+        stored = [i for i, outcome in enumerate(outcomes) if outcome.result is StoreResult.STORED]
         if not stored or not self._settings.verify_puts:
             return
         try:
             there = self.exist([keys[i] for i in stored])
         except PoolUnavailable as error:
-            lost = Outcome(Result.UNAVAILABLE, words=f"saved, but not to be verified: {error}")
+            lost = StoreOutcome(
+                StoreResult.UNAVAILABLE, words=f"saved, but not to be verified: {error}"
+            )
             there = [False] * len(stored)
         else:
-            lost = Outcome(
-                Result.NOT_KEPT,
+            lost = StoreOutcome(
+                StoreResult.NOT_KEPT,
                 0,
                 "Mooncake accepted it, yet it is not there: another client's unfinished save of "
                 "the key, or evicted at once",
@@ -253,7 +256,7 @@ class MooncakeBackend(StoreBackend):
             if not found:
                 outcomes[i] = lost
 
-    def _get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
+    def _get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         names, starts_of, sizes_of = list(keys), *_pieces(buffers)
 
         def call(client: Any) -> object:
@@ -265,31 +268,35 @@ class MooncakeBackend(StoreBackend):
             )
 
         codes = self._call(keys, "batch_get_into", call)
-        if isinstance(codes, Outcome):
+        if isinstance(codes, StoreOutcome):
             return all_ended(keys, codes)
         return [
             self._loaded(key, buffer, code)
             for key, buffer, code in zip(keys, buffers, codes, strict=True)
         ]
 
-    def _loaded(self, key: str, buffer: Buffer, code: int) -> Outcome:
+    def _loaded(self, key: str, buffer: Buffer, code: int) -> StoreOutcome:
         if code == buffer.total:
-            return Outcome(Result.LOADED)
+            return StoreOutcome(StoreResult.LOADED)
         if code == _INVALID_ARGUMENT or (code == _TRANSFER_FAILED and len(buffer.sizes) > 1):
             size = self._size(key)
             if size <= 0 or size == buffer.total:
                 return _BOOK.of_load(code)
         elif code <= 0:
-            return _BOOK.of_load(code) if code else Outcome(Result.FAILED, 0, "no bytes came")
+            return (
+                _BOOK.of_load(code)
+                if code
+                else StoreOutcome(StoreResult.FAILED, 0, "no bytes came")
+            )
         else:
             size = code
-        return Outcome(
-            Result.WRONG_LENGTH, code, f"it has {size:,} bytes; expected {buffer.total:,}"
+        return StoreOutcome(
+            StoreResult.WRONG_LENGTH, code, f"it has {size:,} bytes; expected {buffer.total:,}"
         )
 
     def _size(self, key: str) -> int:
         codes = self._call([key], "get_size", lambda client: [client.get_size(key)])
-        return 0 if isinstance(codes, Outcome) else codes[0]
+        return 0 if isinstance(codes, StoreOutcome) else codes[0]
 
     def _replication(self, client: Any, in_pieces: bool) -> Any:
         from mooncake.store import ReplicateConfig

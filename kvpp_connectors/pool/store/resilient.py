@@ -1,4 +1,4 @@
-"""A backend behind a circuit breaker, with the one loop that connects and reconnects it.
+"""A store behind a circuit breaker, with the one loop that connects and reconnects it.
 
 A dead or stuck store costs its callers a few failed calls; then nobody waits for it any more, until
 the loop finds that it answers again.
@@ -16,16 +16,16 @@ from kvpp_connectors.connector.threads import start_thread
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.pool.stats import PoolStats
 from kvpp_connectors.pool.store.base import (
-    Backend,
     Buffer,
-    Outcome,
     PoolUnavailable,
-    Result,
+    Store,
+    StoreOutcome,
+    StoreResult,
     all_ended,
 )
 from kvpp_connectors.pool.store.circuit_breaker import Breaker, BreakerState
 
-__all__ = ["GuardedBackend"]
+__all__ = ["ResilientStore"]
 
 logger = get_logger(__name__)
 
@@ -33,8 +33,8 @@ _START_S = 10.0
 _JOIN_S = 15.0  # Mooncake's longest set-up
 
 
-class GuardedBackend:
-    """A Backend that never keeps anybody waiting for a store that is known to be gone.
+class ResilientStore:
+    """A Store that never keeps anybody waiting for a store that is known to be gone.
 
     Starts a thread that connects at once; nothing waits for it but ``wait_ready`` and
     ``wait_at_start``.
@@ -42,7 +42,7 @@ class GuardedBackend:
 
     def __init__(
         self,
-        backend: Backend,
+        store: Store,
         stats: PoolStats,
         opens_after: int = 3,
         pause_s: float = 0.5,
@@ -54,7 +54,7 @@ class GuardedBackend:
 
         ``device``: where the memory lies that is registered with the store.
         """
-        self._backend = backend
+        self._store = store
         self._stats = stats
         self._breaker = Breaker(opens_after, pause_s, longest_pause_s)
         self._reason = "not connected yet"
@@ -69,13 +69,13 @@ class GuardedBackend:
 
     @property
     def name(self) -> str:
-        """See Backend."""
-        return self._backend.name
+        """See Store."""
+        return self._store.name
 
     @property
     def packed(self) -> bool:
-        """See Backend."""
-        return self._backend.packed
+        """See Store."""
+        return self._store.packed
 
     @property
     def state(self) -> BreakerState:
@@ -97,19 +97,19 @@ class GuardedBackend:
             logger.warning("no pool after %g s (%s); serving without it", _START_S, self._reason)
 
     def connect(self) -> None:
-        """See Backend. For the loop; raises what the backend's does."""
-        self._backend.connect()
+        """See Store. For the loop; raises what the store's does."""
+        self._store.connect()
 
     def register(self, address: int, size: int) -> None:
-        """See Backend."""
-        self._backend.register(address, size)
+        """See Store."""
+        self._store.register(address, size)
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See Backend."""
+        """See Store."""
         self._refuse_if_open()
         started = time.perf_counter()
         try:
-            found = self._backend.exist(keys)
+            found = self._store.exist(keys)
         except PoolUnavailable as error:
             self._count("exist", started)
             self._stats.add("exist_unavailable", len(keys))
@@ -120,19 +120,19 @@ class GuardedBackend:
         self._stats.add("exist_keys", len(keys))
         return found
 
-    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
-        return self._move("put", self._backend.put, keys, buffers)
+    def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
+        return self._move("put", self._store.put, keys, buffers)
 
-    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[Outcome]:
-        """See Backend."""
-        return self._move("get", self._backend.get, keys, buffers)
+    def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
+        """See Store."""
+        return self._move("get", self._store.get, keys, buffers)
 
     def close(self) -> None:
-        """See Backend. Ends the loop, too."""
+        """See Store. Ends the loop, too."""
         self._stopped.set()
         self._breaker.wake()
-        self._backend.close()
+        self._store.close()
         self._loop.join(_JOIN_S)
 
     def _refuse_if_open(self) -> None:
@@ -143,14 +143,14 @@ class GuardedBackend:
     def _move(
         self,
         operation: str,
-        call: Callable[[Sequence[str], Sequence[Buffer]], list[Outcome]],
+        call: Callable[[Sequence[str], Sequence[Buffer]], list[StoreOutcome]],
         keys: Sequence[str],
         buffers: Sequence[Buffer],
-    ) -> list[Outcome]:
+    ) -> list[StoreOutcome]:
         try:
             self._refuse_if_open()
         except PoolUnavailable as error:
-            outcomes = all_ended(keys, Outcome(Result.UNAVAILABLE, words=str(error)))
+            outcomes = all_ended(keys, StoreOutcome(StoreResult.UNAVAILABLE, words=str(error)))
             self._stats.add(f"{operation}_unavailable", len(keys))
             return outcomes
         started = time.perf_counter()
@@ -159,7 +159,7 @@ class GuardedBackend:
         moved = (b.total for b, o in zip(buffers, outcomes, strict=True) if o.ok)
         self._stats.add(f"{operation}_bytes", sum(moved))
         self._stats.record(operation, keys, outcomes)
-        gone = [o for o in outcomes if o.result is Result.UNAVAILABLE]
+        gone = [o for o in outcomes if o.result is StoreResult.UNAVAILABLE]
         if gone:
             self._failed(str(gone[0]))
         else:
@@ -173,19 +173,21 @@ class GuardedBackend:
         self._reason = reason
         if self._breaker.failed():
             self._stats.add("breaker_opened")
-            self._stats.trouble("breaker", f"the {self.name} pool is left alone for now: {reason}")
+            self._stats.warn_once(
+                "breaker", f"the {self.name} pool is left alone for now: {reason}"
+            )
 
     def _reconnect(self) -> None:
         """The loop: connect or probe whenever the breaker says so, until close()."""
         while self._breaker.wait_for_probe(self._stopped.is_set):
             try:
-                self._backend.connect()
+                self._store.connect()
             except (RuntimeError, OSError) as error:
                 self._reason = str(error)
                 self._breaker.probe_ended(answered=False)
                 if not self._stopped.is_set():
                     self._stats.add("breaker_probes_failed")
-                    self._stats.trouble("connect", f"no {self.name} pool: {error}")
+                    self._stats.warn_once("connect", f"no {self.name} pool: {error}")
             else:
                 self._stats.add("breaker_closed")
                 self._stats.recovered()
