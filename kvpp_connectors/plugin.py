@@ -2,7 +2,7 @@
 
 It wraps two hooks of the platform that every VllmConfig passes: ``apply_config_platform_defaults``,
 where the launch is still as the user asked for it, and ``check_and_update_config``, where vLLM has
-resolved it. For a launch that does not ask for us the wrappers call the originals and nothing else.
+resolved it. For a launch that does not mention us the wrappers call the originals and nothing else.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpp_connectors.connector.names import CONNECTOR_MODULES
+from kvpp_connectors.launch.mention import mentions_us
 
-__all__ = [
-    "children_of",
-    "connectors_concern_us",
-    "has_native_kvpp",
-    "register",
-]
+__all__ = ["has_native_kvpp", "register"]
 
 _MARK = "__kvpp_wrapped__"
 
@@ -54,20 +50,18 @@ def _say_who_serves() -> None:
     get_logger(__name__).info(
         "this vllm-ascend has a KVPP of its own: kvpp-connectors leaves the engine alone. Its "
         "connectors serve engines without KVPP where kv_transfer_config names them: %s",
-        ", ".join(
-            f'"kv_connector_module_path": "{module}"' for module in CONNECTOR_MODULES.values()
-        ),
+        ", ".join(f'"kv_connector_module_path": "{path}"' for path in CONNECTOR_MODULES.values()),
     )
 
 
 def _wrap(platform: Any, name: str, ours: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Let ``ours`` run the platform's hook where a configuration concerns us."""
+    """Let ``ours`` run the platform's hook where a configuration mentions us."""
     original = getattr(platform, name)
     if getattr(original, _MARK, False):
         return
 
     def hook(cls: Any, vllm_config: Any) -> None:
-        if _concerns_us(vllm_config):
+        if mentions_us(vllm_config):
             ours(vllm_config, original)
         else:
             original(vllm_config)
@@ -87,36 +81,3 @@ def _configure(vllm_config: Any, original: Callable[[Any], None]) -> None:
     from kvpp_connectors.engine.configure import configure
 
     configure(vllm_config, original)
-
-
-def connectors_concern_us(transfer: Any) -> bool:
-    """Whether the connector, or a child of a MultiConnector, is ours."""
-    if transfer is None:
-        return False
-    if transfer.kv_connector != "MultiConnector":
-        return transfer.kv_connector in CONNECTOR_MODULES
-    children = (child for _, child in children_of(transfer) if isinstance(child, dict))
-    return any(child.get("kv_connector") in CONNECTOR_MODULES for child in children)
-
-
-def children_of(transfer: Any) -> list[tuple[str, Any]]:
-    """(path, what stands there) of each child of a MultiConnector, in order."""
-    listed = transfer.kv_connector_extra_config.get("connectors")
-    path = "kv_transfer_config.kv_connector_extra_config.connectors"
-    found = listed if isinstance(listed, list) else []
-    return [(f"{path}[{index}]", child) for index, child in enumerate(found)]
-
-
-def _concerns_us(vllm_config: Any) -> bool:
-    """Whether the worker class or the connector is ours, or a key is or may be a misspelt one."""
-    if str(vllm_config.parallel_config.worker_cls).startswith("kvpp_connectors."):
-        return True
-    if connectors_concern_us(vllm_config.kv_transfer_config):
-        return True
-    additional_config = vllm_config.additional_config
-    if not isinstance(additional_config, dict):
-        return False
-    return any(
-        "kvp" in key or (key.startswith("enable_k") and set(key) <= set("enable_kvpp"))
-        for key in map(str.lower, map(str, additional_config))
-    )

@@ -27,7 +27,8 @@ import torch
 
 from kvpp_connectors.connector.ports import reserved_ports
 from kvpp_connectors.pool.store.base import Buffer, PoolUnavailable, StoreOutcome, StoreResult
-from kvpp_connectors.pool.store.memcache import CONFIG_VARIABLE, MemCacheStore, MemoryKind
+from kvpp_connectors.pool.store.memcache import MemCacheStore, MemoryKind
+from kvpp_connectors.pool.store.memcache_settings import CONFIG_VARIABLE
 from kvpp_core.errors import KvppError
 
 POISON = 0xEE

@@ -170,7 +170,7 @@ def _vllm() -> Iterator[Finding]:
 
 def _adapter(kind: str) -> Iterator[Finding]:
     """KVPP's adapter to the installed vLLM: platform, worker class, hooks."""
-    from kvpp_connectors.engine.configure import installed_workers
+    from kvpp_connectors.launch.platforms import installed_workers
     from kvpp_connectors.vllm_api.check import (
         MADE_FOR,
         installed_hooks,

@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from kvpp_connectors.engine.adapter import Adapter032, VllmAdapter
-from kvpp_connectors.engine.configure import examine_resolved
 from kvpp_connectors.engine.rank import KvppRank
-from kvpp_connectors.launch.options import read_settings
-from kvpp_connectors.vllm_api.check import check_installed
+from kvpp_connectors.launch.validate import validate
 from kvpp_connectors.vllm_api.scheduler_output import read_step
 from kvpp_core.policy import BroadcastPolicy
 from kvpp_core.trace import Recording
@@ -36,13 +34,11 @@ class KvppWorkerMixin:
         """Check launch and seams and make the group before anything costly is done.
 
         Raises:
-            LaunchRefused: what vLLM made of the launch breaks rules.
-            KvppError: this vLLM lacks something that KVPP hooks.
+            LaunchRefused: what vLLM made of the launch breaks rules, or this vLLM lacks something
+                that KVPP hooks.
         """
-        examine_resolved(self.vllm_config)
-        check_installed(self.vllm_config)
+        options = validate(self.vllm_config).accepted().settings.options
         super().init_device()  # type: ignore[misc]
-        options = read_settings(self.vllm_config.additional_config)[0].options
         self._kvpp = KvppRank(self, self._kvpp_adapter(self), options)
 
     def determine_available_memory(self) -> int:

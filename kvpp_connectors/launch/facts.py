@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpp_connectors.launch.options import read_settings
+from kvpp_connectors.launch.connectors import Connector, read_connector
+from kvpp_connectors.launch.options import Settings, read_settings
+from kvpp_connectors.launch.problems import Problem
 from kvpp_core.policy import DecodePolicy
 
-__all__ = ["Connector", "Launch", "launch_from_vllm", "mode_name"]
+__all__ = ["CACHELESS", "Launch", "launch_from_vllm"]
 
-
-@dataclass(frozen=True, slots=True)
-class Connector:
-    """One KV connector of the launch. ``path`` names where it stands: the option or the child."""
-
-    path: str
-    name: str
-    role: str | None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    malformed_extra: object = None  # what stands there instead of an object
-
-    @property
-    def children(self) -> tuple[Connector, ...]:
-        """The children of a MultiConnector, in order; empty for every other connector."""
-        listed = self.extra.get("connectors", ()) if self.name == "MultiConnector" else ()
-        if not isinstance(listed, Sequence) or isinstance(listed, str):
-            return ()
-        return tuple(
-            _child(f"{self.path}.kv_connector_extra_config.connectors[{index}]", child)
-            for index, child in enumerate(listed)
-        )
+CACHELESS = ("ngram", "ngram_gpu", "suffix", "medusa")  # proposers without attention
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch line after vLLM has resolved it. Defaults are those of a plain TP2 MLA launch."""
+    """A launch line. Defaults are those of a plain TP2 MLA launch with KVPP on."""
 
+    settings: Settings = field(default_factory=lambda: Settings(enabled=True))
+    unreadable: tuple[Problem, ...] = ()  # of additional_config
     model: str = "model"
     tp: int = 2
     pp: int = 1
     pcp: int = 1
     dcp: int = 1
+    dp: int = 1
     num_layers: int = 27
     device_type: str = "cpu"
     use_mla: bool = True
@@ -56,14 +40,20 @@ class Launch:
     attention_quant_fusion: bool = False
     speculative_method: str | None = None
     dynamic_speculation: bool = False
-    draft_uses_mla: bool = True  # also where there is no draft model
+    draft_uses_mla: bool = True  # also where no draft keeps a cache
     kv_cache_events: bool = False
     worker_cls: str = "auto"
     dual_batch_overlap: bool = False
     hisparse: bool = False
     kv_sharing_fast_prefill: bool = False
-    owner_decode: bool = False
+    load_failure_policy: str = "recompute"
     connector: Connector | None = None
+
+    @property
+    def kvpp(self) -> bool:
+        """Whether KVPP is on. A switch that cannot be read was meant to be."""
+        unread = any(problem.rule == "switch-is-boolean" for problem in self.unreadable)
+        return self.settings.enabled or unread
 
     @property
     def connectors(self) -> tuple[Connector, ...]:
@@ -73,13 +63,38 @@ class Launch:
         return self.connector.children or (self.connector,)
 
     @property
+    def has_our_connector(self) -> bool:
+        """Whether a connector of this package serves the launch."""
+        return any(connector.is_ours for connector in self.connectors)
+
+    @property
+    def mentions_our_connector(self) -> bool:
+        """Whether one is ours, or may be a misspelt one of ours."""
+        return any(connector.is_ours or connector.meant for connector in self.connectors)
+
+    @property
+    def owner_decode(self) -> bool:
+        """Whether decode tokens are asked to attend at the owner of each layer."""
+        return self.settings.options.decode is DecodePolicy.OWNER
+
+    @property
+    def workers(self) -> int:
+        """Workers of one engine."""
+        return self.tp * self.pp * self.pcp
+
+    @property
     def layers_per_stage(self) -> int:
         """Target layers of the smallest pipeline stage under an even split."""
         return self.num_layers // self.pp
 
 
-def launch_from_vllm(config: Any) -> Launch:
-    """Read the facts from a VllmConfig, before or after its platform hook."""
+def launch_from_vllm(config: Any, device_type: str | None = None) -> Launch:
+    """Read the facts from a VllmConfig, before or after its platform hook.
+
+    Args:
+        config: what vLLM made of the launch line.
+        device_type: of the platform to judge for; the configuration's own if left out.
+    """
     from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 
     model, parallel = config.model_config, config.parallel_config
@@ -87,19 +102,25 @@ def launch_from_vllm(config: Any) -> Launch:
     speculative = config.speculative_config
     transfer = config.kv_transfer_config
     events = config.kv_events_config
+    device_type = device_type or config.device_config.device_type
+    written = config.additional_config  # vLLM takes any object with a hash
+    settings, unreadable = read_settings(written if isinstance(written, dict) else {})
     return Launch(
+        settings=settings,
+        unreadable=tuple(unreadable),
         model=model.model,
         tp=parallel.tensor_parallel_size,
         pp=parallel.pipeline_parallel_size,
         pcp=parallel.prefill_context_parallel_size,
         dcp=parallel.decode_context_parallel_size,
+        dp=parallel.data_parallel_size,
         num_layers=model.get_total_num_hidden_layers(),
-        device_type=config.device_config.device_type,
+        device_type=device_type,
         use_mla=model.use_mla,
         is_sparse=hasattr(model.hf_text_config, "index_topk"),
         is_hybrid=model.is_hybrid,
         enforce_eager=model.enforce_eager,
-        cudagraph_mode=mode_name(compilation.cudagraph_mode),
+        cudagraph_mode=_graph_mode(config, device_type),
         splitting_ops=None
         if compilation.splitting_ops is None
         else tuple(compilation.splitting_ops),
@@ -114,34 +135,20 @@ def launch_from_vllm(config: Any) -> Launch:
         dual_batch_overlap=parallel.enable_dbo,
         hisparse=_since_032(config.attention_config, "hisparse_config") is not None,
         kv_sharing_fast_prefill=config.cache_config.kv_sharing_fast_prefill,
-        owner_decode=read_settings(config.additional_config or {})[0].options.decode
-        is DecodePolicy.OWNER,
-        connector=_connector(transfer) if transfer and transfer.kv_connector else None,
+        load_failure_policy=transfer.kv_load_failure_policy if transfer else "recompute",
+        connector=read_connector(transfer),
     )
 
 
-def _connector(transfer: Any) -> Connector:
-    return Connector(
-        path="kv_transfer_config",
-        name=transfer.kv_connector,
-        role=transfer.kv_role,
-        extra=transfer.kv_connector_extra_config,
-    )
+def _graph_mode(config: Any, device_type: str) -> str:
+    """The CUDAGraphMode by name: what was asked for, or vLLM's default at this platform."""
+    mode = config.compilation_config.cudagraph_mode
+    if mode is None and device_type != "cpu":
+        from vllm.config.vllm import OPTIMIZATION_LEVEL_TO_CONFIG
 
-
-def _child(path: str, child: object) -> Connector:
-    """A child of a MultiConnector. One that is no object gets a name that no connector has."""
-    if not isinstance(child, Mapping):
-        return Connector(path, name=f"{child!r}, which is no object", role=None)
-    extra = child.get("kv_connector_extra_config") or {}
-    malformed = None if isinstance(extra, Mapping) else extra
-    return Connector(
-        path=path,
-        name=str(child.get("kv_connector")),
-        role=child.get("kv_role"),
-        extra=extra if malformed is None else {},
-        malformed_extra=malformed,
-    )
+        defaults = OPTIMIZATION_LEVEL_TO_CONFIG[config.optimization_level]
+        mode = defaults["compilation_config"]["cudagraph_mode"]
+    return "NONE" if mode is None else str(getattr(mode, "name", mode))
 
 
 def _since_032(config: Any, name: str) -> Any:
@@ -151,9 +158,4 @@ def _since_032(config: Any, name: str) -> Any:
 
 def _draft_uses_mla(speculative: Any) -> bool:
     draft = speculative.draft_model_config if speculative else None
-    return draft is None or bool(draft.use_mla)
-
-
-def mode_name(mode: Any) -> str:
-    """A CUDAGraphMode by name; None, before vLLM has chosen, counts as NONE."""
-    return "NONE" if mode is None else str(getattr(mode, "name", mode))
+    return draft is None or speculative.method in CACHELESS or bool(draft.use_mla)

@@ -9,15 +9,15 @@ look like a misspelt one of ours.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvpp_connectors.connector.names import OPTIONS, SWITCH
-from kvpp_connectors.connector.options import nearest
+from kvpp_connectors.connector.options import OptionsError, nearest, read_model
+from kvpp_connectors.launch.mention import resembles_our_key
 from kvpp_connectors.launch.problems import Problem
 from kvpp_core.layout import ScratchPolicy
 from kvpp_core.ownership import OwnershipPolicy
@@ -25,7 +25,6 @@ from kvpp_core.policy import BroadcastPolicy, CostModel, DecodePolicy
 
 __all__ = ["KvppOptions", "Settings", "read_settings"]
 
-_TYPING_ERROR = 0.85  # two letters swapped or one wrong; enable_kv_nz, of others, is at 0.78
 _LONGEST_WAIT_S = 86_400  # a day
 _RETIRED = {"kvpp_size": "the group is always TP x PCP"}
 
@@ -133,15 +132,13 @@ class KvppOptions(BaseModel):
 class Settings:
     """What additional_config says: the switch and the options."""
 
-    enabled: bool
-    options: KvppOptions
+    enabled: bool = False
+    options: KvppOptions = field(default_factory=KvppOptions)
 
 
-def read_settings(additional_config: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
+def read_settings(additional_config: Mapping[Any, Any]) -> tuple[Settings, list[Problem]]:
     """Read our keys; what cannot be read becomes a problem and counts as its default."""
-    problems = [
-        problem for key in additional_config if (problem := _check_key(str(key))) is not None
-    ]
+    problems = list(_check_keys(additional_config))
     enabled = additional_config.get(SWITCH, False)
     if not isinstance(enabled, bool):
         problems.append(
@@ -155,33 +152,29 @@ def read_settings(additional_config: Mapping[str, Any]) -> tuple[Settings, list[
         )
         enabled = False
     try:
-        options = KvppOptions.model_validate(additional_config.get(OPTIONS, {}))
-    except ValidationError as error:
-        problems += [_option_problem(detail) for detail in error.errors()]
+        prefix = f"additional_config.{OPTIONS}."
+        options = read_model(KvppOptions, additional_config.get(OPTIONS, {}), prefix)
+    except OptionsError as error:
+        problems += [Problem.of(complaint, "option-values") for complaint in error.complaints]
         options = KvppOptions()
     return Settings(enabled, options), problems
 
 
-def _check_key(key: str) -> Problem | None:
-    near_the_switch = difflib.get_close_matches(key.lower(), [SWITCH], cutoff=_TYPING_ERROR)
-    if key in (SWITCH, OPTIONS) or not ("kvp" in key.lower() or near_the_switch):
-        return None
-    if key in _RETIRED:
-        reason, remedy = f"This key is no longer supported: {_RETIRED[key]}.", "Remove it."
-    else:
-        reason = "This key looks like one of KVPP's but is none."
-        remedy = nearest(key, (SWITCH, OPTIONS))
-    return Problem("known-keys", f"additional_config.{key}", "set", reason, remedy)
-
-
-def _option_problem(detail: Any) -> Problem:
-    path = ".".join(str(part) for part in detail["loc"])
-    option = f"additional_config.{OPTIONS}" + (f".{path}" if path else "")
-    if detail["type"] == "extra_forbidden":
-        reason = "There is no such option."
-        remedy = nearest(path, tuple(KvppOptions.model_fields))
-    else:
-        reason = f"{detail['msg']}."
-        field = KvppOptions.model_fields.get(path)
-        remedy = f"Expected: {field.description}." if field is not None else "Expected an object."
-    return Problem("option-values", option, repr(detail["input"]), reason, remedy)
+def _check_keys(additional_config: Mapping[Any, Any]) -> Iterator[Problem]:
+    ours = SWITCH in additional_config or OPTIONS in additional_config
+    for key, value in additional_config.items():
+        name = str(key)
+        option = f"additional_config.{name}"
+        if name in (SWITCH, OPTIONS):
+            continue
+        if name in _RETIRED:
+            reason = f"This key is no longer supported: {_RETIRED[name]}."
+            yield Problem("known-keys", option, repr(value), reason, "Remove it.")
+        elif resembles_our_key(name):
+            reason = "This key looks like one of KVPP's but is none."
+            remedy = nearest(name, (SWITCH, OPTIONS))
+            yield Problem("known-keys", option, repr(value), reason, remedy)
+        elif ours and name in KvppOptions.model_fields:
+            reason = "Here nobody reads it: it is an option of KVPP."
+            remedy = f"It belongs into additional_config.{OPTIONS}.{name}."
+            yield Problem("options-in-kvpp", option, repr(value), reason, remedy)

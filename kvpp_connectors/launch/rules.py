@@ -2,20 +2,26 @@
 
 Section 3 of the design specification and "Supported Features" of the user guide. One rule, one
 row: the option it is about, when it is broken, why, and what to do instead. `check` reports all
-broken rules at once.
+broken rules at once. Most rows are about KVPP; those with ``always`` are about our connectors and
+names, and hold without it too. What one option alone may be stands with the option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvpp_connectors.connector.names import MULTI, P2P, POOL
-from kvpp_connectors.connector.options import nearest
-from kvpp_connectors.launch.facts import Connector, Launch
-from kvpp_connectors.launch.problems import Problem, Severity
-from kvpp_connectors.pool.options import IDLE_KEYS, PoolOptions
+from kvpp_connectors.launch.connectors import Connector
+from kvpp_connectors.launch.facts import CACHELESS, Launch
+from kvpp_connectors.launch.platforms import (
+    KVPP_WORKERS,
+    KVPP_WORKERS_023,
+    PLATFORM_WORKERS,
+)
+from kvpp_connectors.launch.ports import port_problems
+from kvpp_connectors.launch.problems import Problem, Severity, refusals_first
 
 __all__ = [
     "CACHE_UPDATE",
@@ -30,13 +36,6 @@ FULL_GRAPHS = ("FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
 CACHE_UPDATE = "vllm::unified_mla_kv_cache_update"  # the operation that waits for a layer
 FIXED_K_METHODS = ("mtp", "eagle3", "dspark")
 OUR_WORKERS = "kvpp_connectors.engine."
-PLATFORM_WORKERS = (
-    "auto",
-    "vllm.v1.worker.cpu_worker.CPUWorker",
-    "vllm.v1.worker.gpu_worker.Worker",
-    "vllm_ascend.worker.worker.NPUWorker",
-)
-POOL_KEYS = (*PoolOptions.model_fields, *IDLE_KEYS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,11 @@ class LaunchRule:
     reason: str
     remedy: str
     severity: Severity = Severity.REFUSED
+    always: bool = False
 
     def problem(self, launch: Launch) -> Problem | None:
         """The problem, if the launch breaks this rule."""
-        if not self.broken(launch):
+        if not (launch.kvpp or self.always) or not self.broken(launch):
             return None
         value = str(self.value(launch))
         return Problem(self.name, self.option, value, self.reason, self.remedy, self.severity)
@@ -69,7 +69,8 @@ class ConnectorRule:
     broken: Callable[[Connector], bool]
     value: Callable[[Connector], object]
     reason: str
-    remedy: str
+    remedy: str | Callable[[Connector], str]
+    always: bool = False
 
     def problem(self, connector: Connector) -> Problem | None:
         """The problem, if the connector breaks this rule."""
@@ -77,16 +78,17 @@ class ConnectorRule:
             return None
         if not self.broken(connector):
             return None
-        option = f"{connector.path}.{self.key}"
-        return Problem(self.name, option, str(self.value(connector)), self.reason, self.remedy)
+        option, value = f"{connector.path}.{self.key}", str(self.value(connector))
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(connector)
+        return Problem(self.name, option, value, self.reason, remedy)
 
 
-def _extra(key: str, default: object) -> Callable[[Connector], object]:
-    return lambda connector: connector.extra.get(key, default)
+def _layerwise(launch: Launch) -> bool:
+    return any(c.name == POOL and bool(c.extra.get("use_layerwise")) for c in launch.connectors)
 
 
-def _count(launch: Launch, name: str) -> int:
-    return sum(connector.name == name for connector in launch.connectors)
+def _moves_between_engines(launch: Launch) -> bool:
+    return any(connector.name == P2P for connector in launch.connectors)
 
 
 def _foreign_protocols(launch: Launch) -> list[str]:
@@ -240,12 +242,12 @@ LAUNCH_RULES = (
         option="--speculative-config.method",
         broken=lambda launch: (
             launch.speculative_method is not None
-            and launch.speculative_method not in FIXED_K_METHODS
+            and launch.speculative_method not in (*FIXED_K_METHODS, *CACHELESS)
         ),
         value=lambda launch: launch.speculative_method,
         reason="KVPP keeps draft caches apart from target caches and knows how to for "
-        f"{', '.join(FIXED_K_METHODS)} only.",
-        remedy=f"Use one of {', '.join(FIXED_K_METHODS)}, or no speculation.",
+        f"{', '.join(FIXED_K_METHODS)} only; {', '.join(CACHELESS)} keep none.",
+        remedy=f"Use one of {', '.join((*FIXED_K_METHODS, *CACHELESS))}, or no speculation.",
     ),
     LaunchRule(
         name="connectors-need-mla-drafts",
@@ -308,12 +310,61 @@ LAUNCH_RULES = (
         remedy='Leave it out, or write "ascend"; of a pool it is mooncake.protocol.',
     ),
     LaunchRule(
-        name="one-pd-child",
-        option="kv_transfer_config.kv_connector_extra_config.connectors",
-        broken=lambda launch: _count(launch, P2P) > 1,
-        value=lambda launch: f"{_count(launch, P2P)} of {P2P}",
-        reason="A request's KV goes to one decode peer.",
-        remedy=f"List {P2P} once.",
+        name="connectors-need-whole-tokens",
+        option="--decode-context-parallel-size",
+        always=True,
+        broken=lambda launch: not launch.kvpp and launch.has_our_connector and launch.dcp > 1,
+        value=lambda launch: launch.dcp,
+        reason="With DCP a rank holds a part of each block's tokens; these connectors move whole "
+        "blocks.",
+        remedy=f"Use --decode-context-parallel-size 1, or no {P2P} and no {POOL}.",
+    ),
+    LaunchRule(
+        name="layerwise-without-pcp",
+        option="--prefill-context-parallel-size",
+        always=True,
+        broken=lambda launch: launch.pcp > 1 and _layerwise(launch),
+        value=lambda launch: launch.pcp,
+        reason="Layerwise pooling is not validated with PCP; Mooncake's restriction on it stays.",
+        remedy="Use --prefill-context-parallel-size 1, or set use_layerwise to false.",
+    ),
+    LaunchRule(
+        name="pd-with-pcp-not-validated",
+        option="--prefill-context-parallel-size",
+        always=True,
+        broken=lambda launch: launch.pcp > 1 and _moves_between_engines(launch),
+        value=lambda launch: launch.pcp,
+        reason="P/D with PCP has been tried on ranks without a model only; Mooncake's restrictions "
+        "on PCP stay.",
+        remedy="Compare answers with those of a plain engine first, or use "
+        "--prefill-context-parallel-size 1.",
+        severity=Severity.WARNING,
+    ),
+    LaunchRule(
+        name="failed-loads-end-requests",
+        option="kv_transfer_config.kv_load_failure_policy",
+        always=True,
+        broken=lambda launch: (
+            launch.load_failure_policy == "fail" and any(c.loads for c in launch.connectors)
+        ),
+        value=lambda launch: launch.load_failure_policy,
+        reason="vLLM's default: a request whose blocks do not come from a peer or a pool that had "
+        "them ends with an error.",
+        remedy='Set "recompute" to have them computed here, or leave it if that must not happen.',
+        severity=Severity.WARNING,
+    ),
+    LaunchRule(
+        name="worker-needs-the-switch",
+        option="--worker-cls",
+        always=True,
+        broken=lambda launch: (
+            not launch.kvpp
+            and launch.worker_cls in {*KVPP_WORKERS.values(), *KVPP_WORKERS_023.values()}
+        ),
+        value=lambda launch: launch.worker_cls,
+        reason="This worker class runs KVPP, which is not switched on.",
+        remedy="Leave --worker-cls out, and use --additional-config '{\"enable_kvpp\": true}' for "
+        "KVPP.",
     ),
     LaunchRule(
         name="saves-nothing",
@@ -330,10 +381,20 @@ LAUNCH_RULES = (
 
 CONNECTOR_RULES = (
     ConnectorRule(
+        name="connector-names",
+        key="kv_connector",
+        applies_to=(),
+        always=True,
+        broken=lambda connector: connector.meant is not None,
+        value=lambda connector: connector.name,
+        reason="No connector has this name.",
+        remedy=lambda c: f"Did you mean {c.meant!r}? Of another one give kv_connector_module_path.",
+    ),
+    ConnectorRule(
         name="known-connector",
         key="kv_connector",
         applies_to=(),
-        broken=lambda connector: connector.name not in (P2P, POOL, MULTI),
+        broken=lambda c: bool(c.name) and not (c.is_ours or c.name == MULTI or c.meant),
         value=lambda connector: connector.name,
         reason="This connector does not know that a rank keeps only the layers it owns.",
         remedy=f"Use {P2P}, {POOL}, or both in a {MULTI}.",
@@ -348,19 +409,10 @@ CONNECTOR_RULES = (
         remedy=f"List {P2P} and {POOL} in kv_connector_extra_config.connectors.",
     ),
     ConnectorRule(
-        name="extra-is-an-object",
-        key="kv_connector_extra_config",
-        applies_to=(),
-        broken=lambda connector: connector.malformed_extra is not None,
-        value=lambda connector: repr(connector.malformed_extra),
-        reason="A connector's own settings must be a JSON object.",
-        remedy='Write {"key": value}, or leave it out.',
-    ),
-    ConnectorRule(
         name="prefill-side-only",
         key="kv_role",
         applies_to=(P2P,),
-        broken=lambda connector: connector.role != "kv_producer",
+        broken=lambda connector: connector.role in ("kv_consumer", "kv_both"),
         value=lambda connector: connector.role,
         reason="KVPP runs on the prefill side of P/D disaggregation only.",
         remedy="Use kv_producer here, or switch KVPP off on the decode side.",
@@ -369,81 +421,35 @@ CONNECTOR_RULES = (
         name="pool-role",
         key="kv_role",
         applies_to=(POOL,),
-        broken=lambda connector: connector.role not in ("kv_producer", "kv_both"),
+        broken=lambda connector: connector.role == "kv_consumer",
         value=lambda connector: connector.role,
         reason="With KVPP the pool is validated for kv_producer and kv_both.",
         remedy="Use kv_producer or kv_both; both save and load.",
-    ),
-    ConnectorRule(
-        name="memcache-whole-blocks",
-        key="kv_connector_extra_config.use_layerwise",
-        applies_to=(POOL,),
-        broken=lambda c: _backend(c) == "memcache" and bool(c.extra.get("use_layerwise")),
-        value=_extra("use_layerwise", False),
-        reason="MemCache pooling with KVPP loads and saves whole blocks.",
-        remedy='Set use_layerwise to false, or use backend "mooncake".',
-    ),
-    ConnectorRule(
-        name="known-backend",
-        key="kv_connector_extra_config.backend",
-        applies_to=(POOL,),
-        broken=lambda c: _backend(c) not in ("memcache", "mooncake"),
-        value=_extra("backend", "mooncake"),
-        reason="KVPP knows the pool backends memcache and mooncake.",
-        remedy="Use one of them.",
-    ),
-    ConnectorRule(
-        name="layerwise-loads-in-step",
-        key="kv_connector_extra_config.load_async",
-        applies_to=(POOL,),
-        broken=lambda c: bool(c.extra.get("use_layerwise")) and bool(c.extra.get("load_async")),
-        value=_extra("load_async", False),
-        reason="Layerwise pooling submits loads layer by layer inside the step.",
-        remedy="Set load_async to false.",
-    ),
-    ConnectorRule(
-        name="whole-chunks",
-        key="kv_connector_extra_config.discard_partial_chunks",
-        applies_to=(POOL,),
-        broken=lambda c: c.extra.get("discard_partial_chunks", True) is not True,
-        value=_extra("discard_partial_chunks", True),
-        reason="KVPP pools whole blocks only.",
-        remedy="Leave it at true.",
     ),
     ConnectorRule(
         name="no-consumer-write-back",
         key="kv_connector_extra_config.consumer_is_to_put",
         applies_to=(POOL,),
         broken=lambda c: bool(c.extra.get("consumer_is_to_put")),
-        value=_extra("consumer_is_to_put", False),
+        value=lambda c: c.extra.get("consumer_is_to_put"),
         reason="Consumer write-back is not supported with KVPP.",
         remedy="Leave it at false.",
-    ),
-    ConnectorRule(
-        name="pool-keys",
-        key="kv_connector_extra_config",
-        applies_to=(POOL,),
-        broken=lambda c: bool(_unknown_keys(c)),
-        value=lambda c: "; ".join(f"{k}: {nearest(k, POOL_KEYS)}" for k in _unknown_keys(c)),
-        reason="There are keys here that the connector does not know.",
-        remedy="Correct or remove them.",
     ),
 )
 
 
-def _backend(connector: Connector) -> str:
-    return str(connector.extra.get("backend", "mooncake")).lower()
-
-
-def _unknown_keys(connector: Connector) -> list[str]:
-    return sorted(key for key in connector.extra if key not in POOL_KEYS)
-
-
 def check(launch: Launch) -> list[Problem]:
-    """All problems that a launch with KVPP on has, refusals first."""
-    problems: Iterable[Problem | None] = (
+    """All rules that a launch breaks, refusals first."""
+    found = [
         *(rule.problem(launch) for rule in LAUNCH_RULES),
-        *(rule.problem(child) for child in launch.connectors for rule in CONNECTOR_RULES),
-    )
-    found = [problem for problem in problems if problem is not None]
-    return sorted(found, key=lambda problem: problem.severity is Severity.WARNING)
+        *(rule.problem(connector) for connector in launch.connectors for rule in _rows(launch)),
+    ]
+    problems = [problem for problem in found if problem is not None]
+    # How children are written is vLLM's business where none is ours and KVPP is off.
+    if launch.kvpp or launch.mentions_our_connector:
+        problems += [p for connector in launch.connectors for p in connector.unreadable]
+    return refusals_first([*problems, *port_problems(launch)])
+
+
+def _rows(launch: Launch) -> list[ConnectorRule]:
+    return [rule for rule in CONNECTOR_RULES if launch.kvpp or rule.always]

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kvpp_connectors.connector.host import is_every_interface, own_host
-from kvpp_connectors.connector.options import read_extra_config
-from kvpp_core.errors import KvppError
+from kvpp_connectors.connector.options import Complaint, OptionsError, read_extra_config
 
 __all__ = ["IDLE_KEYS", "KEY_VARIABLE", "P2pOptions", "listening_host", "read_key", "read_options"]
 
@@ -83,29 +82,34 @@ def read_options(extra: Mapping[str, Any], path: str = "kv_connector_extra_confi
     """The options, checked.
 
     Raises:
-        KvppError: names each key that is unknown or has a wrong value, and what is expected.
+        OptionsError: names each key that is unknown or has a wrong value, and what is expected.
     """
     return read_extra_config(P2pOptions, extra, path, IDLE_KEYS)
 
 
-def read_key(options: P2pOptions) -> bytes | None:
+def read_key(options: P2pOptions, path: str = "kv_connector_extra_config") -> bytes | None:
     """The shared key, or None.
 
     Raises:
-        KvppError: the file cannot be read, or the key is too short to be one.
+        OptionsError: the file cannot be read, or the key is too short to be one.
     """
     if options.key_file is not None:
+        option, source = f"{path}.key_file", options.key_file
         try:
             key = Path(options.key_file).read_bytes().strip()
-        except OSError as error:
-            raise KvppError(f"key_file {options.key_file} cannot be read: {error}") from error
-        source = f"key_file {options.key_file}"
+        except (OSError, ValueError) as error:
+            reason = f"The file cannot be read: {error}."
+            remedy = "Name a file that this process may read, on every node."
+            raise OptionsError([Complaint(option, source, reason, remedy)]) from error
     elif KEY_VARIABLE in os.environ:
-        key, source = os.environ[KEY_VARIABLE].encode(), KEY_VARIABLE
+        option, source = KEY_VARIABLE, "set"
+        key = os.environ[KEY_VARIABLE].encode()
     else:
         return None
     if len(key) < LEAST_KEY:
-        raise KvppError(f"the key in {source} has {len(key)} bytes; give it {LEAST_KEY} or more")
+        reason = f"The key has {len(key)} bytes, which is too short to be one."
+        remedy = f"Give it {LEAST_KEY} bytes or more."
+        raise OptionsError([Complaint(option, source, reason, remedy)])
     return key
 
 

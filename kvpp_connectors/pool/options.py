@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from kvpp_connectors.connector.options import read_extra_config
+from kvpp_connectors.connector.options import contradiction, read_extra_config
 
 __all__ = ["IDLE_KEYS", "PoolOptions", "loads_blocks", "read_pool_options"]
 
@@ -77,13 +77,27 @@ class PoolOptions(BaseModel):
         description="how long a preemption waits for a save that still reads the blocks",
     )
 
-    @model_validator(mode="after")
-    def _whole(self) -> PoolOptions:
-        if self.use_layerwise and self.load_async:
-            raise ValueError("load_async = true with use_layerwise: layers are loaded in the step")
-        if self.use_layerwise and self.backend != "mooncake":
-            raise ValueError(f"use_layerwise with backend {self.backend}: it needs mooncake")
-        return self
+    @field_validator("use_layerwise")
+    @classmethod
+    def _check_backend(cls, layerwise: bool, info: ValidationInfo) -> bool:
+        if layerwise and info.data.get("backend", "mooncake") != "mooncake":
+            raise contradiction(
+                "memcache-whole-blocks",
+                "MemCache pools load and save whole blocks.",
+                'Set use_layerwise to false, or use backend "mooncake".',
+            )
+        return layerwise
+
+    @field_validator("load_async")
+    @classmethod
+    def _check_layerwise(cls, between_steps: bool, info: ValidationInfo) -> bool:
+        if between_steps and info.data.get("use_layerwise"):
+            raise contradiction(
+                "layerwise-loads-in-step",
+                "Layerwise pooling submits loads layer by layer inside the step.",
+                "Set load_async to false.",
+            )
+        return between_steps
 
 
 def loads_blocks(role: object, consumer_is_to_load: object) -> bool:
@@ -97,6 +111,6 @@ def read_pool_options(
     """The options, checked.
 
     Raises:
-        KvppError: names each key that is unknown or has a wrong value, and what is expected.
+        OptionsError: names each key that is unknown or has a wrong value, and what is expected.
     """
     return read_extra_config(PoolOptions, extra, path, IDLE_KEYS)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.contract.launches import write_memcache
 from tests.contract.processes import run
 
 __all__ = ["WIDE", "Checked", "check_all"]
@@ -48,6 +49,7 @@ def check_all(
         [sys.executable, "-c", CHECK_ALL, json.dumps(lines), json.dumps(options)],
         folder,
         VLLM_LOGGING_LEVEL=None,
+        MMC_LOCAL_CONFIG_PATH=str(write_memcache(folder)),
         **WIDE,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.contract.launches import write_llama, write_mla, write_mtp
+from tests.contract.launches import write_llama, write_memcache, write_mla, write_mtp
+
+
+@pytest.fixture(autouse=True)
+def memcache_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """MemCache's own settings are there, as on a node that has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        file = write_memcache(tmp_path_factory.getbasetemp())
+        patch.setenv("MMC_LOCAL_CONFIG_PATH", str(file))
+        yield
 
 
 @pytest.fixture(scope="session")

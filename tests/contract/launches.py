@@ -18,6 +18,7 @@ __all__ = [
     "engine_config",
     "refuse",
     "write_llama",
+    "write_memcache",
     "write_mla",
     "write_mtp",
 ]
@@ -59,6 +60,13 @@ def write_llama(folder: Path) -> Path:
             "max_position_embeddings": 2048,
         },
     )
+
+
+def write_memcache(folder: Path) -> Path:
+    """An mmc-local.conf. Nothing connects to what it names."""
+    file = folder / "mmc-local.conf"
+    file.write_text("ock.mmc.meta_service_url = tcp://127.0.0.1:5000\n")
+    return file
 
 
 def engine_config(model: Path, additional_config: dict[str, Any], **options: Any) -> Any:

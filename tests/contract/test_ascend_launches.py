@@ -40,7 +40,7 @@ DYNAMIC = {
     "num_speculative_tokens": 3,
     "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 16, 1]],
 }
-REFUSED = {  # rule, and the options that break it
+REFUSED = {  # what breaks a rule: the rule is the first word
     "no-full-graphs": ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'),
     "no-dcp": ("--decode-context-parallel-size", "2"),
     "group-larger-than-one": ("--tensor-parallel-size", "1"),
@@ -51,10 +51,15 @@ REFUSED = {  # rule, and the options that break it
     "pool-role": _changed(GUIDE_MEMCACHE, "kv_consumer"),
     "memcache-whole-blocks": _changed(GUIDE_MEMCACHE, use_layerwise=True, load_async=False),
     "layerwise-loads-in-step": _changed(GUIDE_LAYERWISE, load_async=True),
-    "whole-chunks": _changed(GUIDE_MEMCACHE, discard_partial_chunks=False),
+    "connector-settings, part of a chunk": _changed(GUIDE_MEMCACHE, discard_partial_chunks=False),
     "no-consumer-write-back": _changed(GUIDE_MEMCACHE, consumer_is_to_put=True),
     "known-connector": (TRANSFER, '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'),
-    "one-pd-child": _two_of_a_kind(),
+    "one-of-a-kind": _two_of_a_kind(),
+    "layerwise-without-pcp": (
+        *_changed(GUIDE_LAYERWISE, mooncake={"master_server_address": "10.0.0.1:50051"}),
+        *("--prefill-context-parallel-size", "2"),
+    ),
+    "no-full-graphs, vLLM's default": (),
 }
 
 
@@ -97,5 +102,7 @@ def test_each_restricted_combination_is_refused_by_its_rule(
     checked: Mapping[str, Checked], rule: str
 ) -> None:
     refusals = [line for line in checked[rule].lines if line.startswith("refused: ")]
+    said = f"refused: [{rule.partition(',')[0]}] "
     assert checked[rule].code == 1
-    assert any(line.startswith(f"refused: [{rule}] ") for line in refusals), checked[rule].lines
+    assert any(line.startswith(said) for line in refusals), checked[rule].lines
+    assert len(refusals) == len(set(refusals))

@@ -20,6 +20,7 @@ COMMANDS = sorted(
     command.callback.__name__ for command in app.registered_commands if command.callback
 )
 ON = '{"enable_kvpp": true}'
+HERE = "Judged for cpu (detected here)."
 
 
 @pytest.mark.process
@@ -56,6 +57,21 @@ def checked(
     mla = ["vllm", "serve", str(mla_model), "--tensor-parallel-size", "2"]
     on = [*mla, "--additional-config", ON]
     pool = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_consumer"}
+    decode = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_consumer", "kv_port": 0}
+    extra = {"backend": "memcache"}
+    memcache = {**pool, "kv_role": "kv_producer", "kv_connector_extra_config": extra}
+    foreign = {
+        "kv_connector": "Mine",
+        "kv_role": "kv_both",
+        "kv_connector_module_path": "no.such.module",
+    }
+    folder = tmp_path_factory.mktemp("files")
+    file, bad = folder / "launch.yaml", folder / "bad.yaml"
+    file.write_text(
+        f"model: {mla_model}\ntensor-parallel-size: 2\nenforce-eager: true\n"
+        "additional-config:\n  enable_kvpp: true\n"
+    )
+    bad.write_text("model: [\n")
     lines = {
         "good": [*on, "--enforce-eager"],
         "guide": [
@@ -79,6 +95,32 @@ def checked(
         "bad value": ["vllm", "serve", str(mla_model), "--tensor-parallel-size", "two"],
         "no json": [*mla, "--additional-config", "{enable_kvpp"],
         "too long": [*on, "--max-model-len", "9999999"],
+        "server module": [
+            *("python3", "-m", "vllm.entrypoints.openai.api_server", "--model", str(mla_model)),
+            *(*on[3:], "--enforce-eager"),
+        ],
+        "config file": ["vllm", "serve", "--config", str(file)],
+        "config file of a module": [
+            *("/usr/bin/python3.11", "-m", "vllm.entrypoints.openai.api_server"),
+            *("--config", str(file)),
+        ],
+        "variables": ["VLLM_MLA_DISABLE=1", *on, "--enforce-eager"],
+        "after the variables": [*on, "--enforce-eager"],
+        "level": [*mla, "--additional-config", '{"enable_kvpp": true, "metrics_port": 9400}'],
+        "decode": [*mla, "--kv-transfer-config", json.dumps(decode)],
+        "no memcache": [
+            "MMC_LOCAL_CONFIG_PATH=",
+            *on,
+            "--kv-transfer-config",
+            json.dumps(memcache),
+        ],
+        "another module": ["python", "-m", "http.server", "8000"],
+        "foreign module": [*mla, "--kv-transfer-config", json.dumps(foreign)],
+        "graph mode": [*on, "--compilation-config", '{"cudagraph_mode": "ALL"}'],
+        "speculation": [*on, "--speculative-config", '"ngram"'],
+        "no such file": ["vllm", "serve", "--config", str(file.with_name("none.yaml"))],
+        "bad yaml": ["vllm", "serve", "--config", str(bad)],
+        "null byte": ["A=\0", *on],
         "not serve": ["vllm", "bench"],
         "no vllm": [str(mla_model)],
     }
@@ -86,17 +128,23 @@ def checked(
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", ["good", "guide"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("good", "guide", "server module", "config file", "config file of a module"),
+        "after the variables",
+    ],
+)
 def test_a_good_launch_is_one_line_and_code_0(checked: Mapping[str, Checked], name: str) -> None:
     """Nothing of vLLM's own output on stdout: the whole text is ours."""
-    assert checked[name] == Checked(0, ["KVPP takes this launch."])
+    assert checked[name] == Checked(0, [f"KVPP takes this launch. {HERE}"])
 
 
 @pytest.mark.process
 def test_a_launch_without_kvpp_is_said_to_be_one(checked: Mapping[str, Checked]) -> None:
     (line,) = checked["off"].lines
     assert checked["off"].code == 0
-    assert line == "KVPP is off in this launch (no enable_kvpp in --additional-config)."
+    assert line == f"KVPP is off in this launch (no enable_kvpp in --additional-config). {HERE}"
 
 
 @pytest.mark.process
@@ -104,7 +152,7 @@ def test_a_warning_is_printed_and_refuses_nothing(checked: Mapping[str, Checked]
     warning, verdict = checked["warned"].lines
     assert checked["warned"].code == 0
     assert warning.startswith("warning: [saves-nothing] --tensor-parallel-size = 2, 3 layers")
-    assert verdict == "KVPP takes this launch."
+    assert verdict == f"KVPP takes this launch. {HERE}"
 
 
 @pytest.mark.process
@@ -118,7 +166,7 @@ def test_full_graphs_are_refused_on_a_machine_that_has_none(
         "refused: [no-full-graphs] --compilation-config.cudagraph_mode = FULL_DECODE_ONLY: "
     )
     assert "PIECEWISE" in refusal
-    assert verdict == "1 refused."
+    assert verdict == f"1 refused. {HERE}"
 
 
 @pytest.mark.process
@@ -137,7 +185,39 @@ def test_every_problem_is_a_line_and_the_code_is_1(checked: Mapping[str, Checked
         )
     )
     assert checked["many"].code == 1
-    assert verdict == "6 refused."
+    assert verdict == f"6 refused. {HERE}"
+
+
+@pytest.mark.process
+def test_variables_before_the_command_are_the_lines_alone(checked: Mapping[str, Checked]) -> None:
+    assert checked["variables"].code == 1
+    assert "[mla-only]" in checked["variables"].lines[0]
+
+
+@pytest.mark.process
+def test_the_warnings_of_a_launch_without_kvpp_are_printed(checked: Mapping[str, Checked]) -> None:
+    """The launch itself logs them."""
+    warning, verdict = checked["decode"].lines
+    assert warning.startswith("warning: [failed-loads-end-requests] kv_transfer_config.")
+    assert checked["decode"].code == 0 and verdict.startswith("KVPP is off")
+
+
+@pytest.mark.process
+def test_what_a_start_would_not_find_is_refused(checked: Mapping[str, Checked]) -> None:
+    refusal, warning, verdict = checked["no memcache"].lines
+    assert checked["no memcache"].code == 1 and verdict.startswith("1 refused.")
+    assert "[connector-settings] MMC_LOCAL_CONFIG_PATH = nothing: " in refusal
+    assert "[failed-loads-end-requests]" in warning
+
+
+@pytest.mark.process
+def test_an_option_one_level_too_high_is_refused(checked: Mapping[str, Checked]) -> None:
+    assert checked["level"].code == 1
+    assert (
+        checked["level"]
+        .lines[0]
+        .startswith("refused: [options-in-kvpp] additional_config.metrics_port = 9400: ")
+    )
 
 
 @pytest.mark.process
@@ -148,8 +228,15 @@ def test_every_problem_is_a_line_and_the_code_is_1(checked: Mapping[str, Checked
         ("bad value", "vLLM cannot parse this line: argument --tensor-parallel-size"),
         ("no json", "vLLM does not take this launch: "),
         ("too long", "vLLM does not take this launch: "),
-        ("not serve", "expected 'vllm serve MODEL ...', got 'vllm bench'"),
-        ("no vllm", "expected 'vllm serve MODEL ...', got "),
+        ("not serve", "expected 'vllm serve MODEL ...' or 'python -m vllm.entrypoints"),
+        ("no vllm", "expected 'vllm serve MODEL ...' or 'python -m vllm.entrypoints"),
+        ("another module", "expected 'vllm serve MODEL ...' or 'python -m vllm.entrypoints"),
+        ("foreign module", "vLLM does not take this launch: ModuleNotFoundError: No module named"),
+        ("graph mode", "vLLM cannot parse this line: KeyError: 'ALL', in {\"cudagraph_mode\""),
+        ("speculation", "--speculative-config = 'ngram': vLLM takes a JSON object"),
+        ("no such file", "vLLM cannot parse this line: "),
+        ("bad yaml", "vLLM cannot parse this line: "),
+        ("null byte", "a variable of the line cannot be set"),
     ],
 )
 def test_a_line_that_vllm_does_not_take_is_code_2(
@@ -157,7 +244,9 @@ def test_a_line_that_vllm_does_not_take_is_code_2(
 ) -> None:
     """Told apart from a refusal of ours, and without a traceback."""
     assert checked[name].code == 2
-    assert checked[name].lines[0].startswith(text)
+    # vLLM's own log comes first where it cannot read a file.
+    assert any(line.startswith(text) for line in checked[name].lines), checked[name].lines
+    assert not any("Traceback" in line for line in checked[name].lines)
 
 
 @pytest.mark.process

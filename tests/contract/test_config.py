@@ -190,7 +190,7 @@ def test_the_options_are_an_object(value: object) -> None:
     problem = only(read_settings({"kvpp": value})[1])
     assert problem.option == "additional_config.kvpp"
     assert problem.value == repr(value)
-    assert "object" in problem.remedy
+    assert "object" in problem.reason and "{" in problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,8 @@ def test_the_options_are_an_object(value: object) -> None:
         ("enabled_kvpp", "enable_kvpp"),
         ("enablekvpp", "enable_kvpp"),
         ("enable_KVPP", "enable_kvpp"),
+        ("Enable_KVPP", "enable_kvpp"),
+        ("KVPP", "kvpp"),
         ("enable_kpvp", "enable_kvpp"),
         ("enable_kvvp", "enable_kvpp"),
         ("kvp", "kvpp"),
@@ -215,7 +217,7 @@ def test_a_misspelt_key_is_refused_with_the_nearest(key: str, meant: str) -> Non
     assert settings.enabled is False
 
 
-@pytest.mark.parametrize("key", ["KVPP", "kvpp_transport_backend_for_decode"])
+@pytest.mark.parametrize("key", ["kvpp_transport_backend_for_decode"])
 def test_a_key_that_is_near_to_nothing_is_refused_with_all_keys(key: str) -> None:
     assert only(read_settings({key: True})[1]).remedy == "Known: enable_kvpp, kvpp."
 
@@ -235,6 +237,21 @@ def test_a_misspelt_option_is_refused_with_the_nearest(key: str, meant: str) -> 
     problem = only(read_settings({"kvpp": {key: 1}})[1])
     assert problem.option == f"additional_config.kvpp.{key}"
     assert problem.remedy == f"Did you mean {meant!r}?"
+
+
+@pytest.mark.parametrize("option", KvppOptions.model_fields)
+@pytest.mark.parametrize("ours", [{"enable_kvpp": True}, {"enable_kvpp": False}, {"kvpp": {}}])
+def test_an_option_one_level_too_high_is_refused_with_its_place(
+    ours: dict[str, Any], option: str
+) -> None:
+    """It would do nothing, in silence."""
+    problem = only(read_settings({**ours, option: 1})[1])
+    assert (problem.option, problem.value) == (f"additional_config.{option}", "1")
+    assert f"additional_config.kvpp.{option}" in problem.remedy
+
+
+def test_the_same_key_without_a_word_of_kvpp_is_somebody_elses() -> None:
+    assert read_settings({"metrics_port": 9400, "decode": {"tp_size": 8}})[1] == []
 
 
 def test_the_retired_group_size_is_refused_with_its_reason() -> None:

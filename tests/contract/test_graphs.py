@@ -6,6 +6,7 @@ tests ask it, so that the rules refuse what it would capture and nothing else; t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from kvpp_connectors.engine.worker import KvppWorkerMixin
 from kvpp_connectors.launch.facts import Launch, launch_from_vllm
+from kvpp_connectors.launch.options import Settings
 from kvpp_connectors.launch.problems import LaunchRefused
 from kvpp_connectors.launch.rules import CACHE_UPDATE, check
 from tests.contract.launches import engine_config
@@ -57,7 +59,7 @@ def launch_on_cuda(vllm_config: Any, **options: Any) -> Launch:
     vllm_config.device_config.device_type = "cuda"
     vllm_config.model_config.enforce_eager = False
     vllm_config.compilation_config = compilation_config(**options)
-    return launch_from_vllm(vllm_config)
+    return replace(launch_from_vllm(vllm_config), settings=Settings(enabled=True))
 
 
 @pytest.mark.parametrize("name", SETTINGS)

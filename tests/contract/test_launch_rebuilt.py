@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.engine import configure as setup
-from kvpp_connectors.engine.configure import KVPP_WORKERS
+from kvpp_connectors.launch import validate as gate
 from kvpp_connectors.launch.facts import Launch
+from kvpp_connectors.launch.platforms import KVPP_WORKERS
 from kvpp_connectors.launch.problems import Problem
 from tests.contract.launches import engine_config, refuse
 
@@ -63,7 +63,7 @@ def test_the_kvpp_worker_without_the_switch_is_refused(
 ) -> None:
     """It would run KVPP in a launch that no rule has looked at."""
     (problem,) = refuse(mla_model, additional_config, worker_cls=worker_cls).problems
-    assert (problem.rule, problem.value) == ("worker-class", worker_cls)
+    assert (problem.rule, problem.value) == ("worker-needs-the-switch", worker_cls)
     assert "enable_kvpp" in problem.remedy
 
 
@@ -142,7 +142,7 @@ def test_no_rule_is_asked_about_a_rebuilt_configuration(
         asked.append(launch)
         return []
 
-    monkeypatch.setattr(setup, "check", check)
+    monkeypatch.setattr(gate, "check", check)
     rebuild(first)
     assert asked == []
     engine_config(mtp_model, ON)

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.engine.configure import KVPP_WORKERS
-from kvpp_connectors.launch.facts import Connector, Launch, launch_from_vllm
+from kvpp_connectors.launch.connectors import Connector
+from kvpp_connectors.launch.facts import Launch, launch_from_vllm
+from kvpp_connectors.launch.options import KvppOptions, Settings
+from kvpp_connectors.launch.platforms import KVPP_WORKERS
 from kvpp_connectors.launch.problems import LaunchRefused
+from kvpp_core.policy import DecodePolicy
 from tests.contract.launches import MAX_LENGTH, engine_config, refuse
 from tests.contract.test_rules import GUIDE_MEMCACHE, GUIDE_MULTI, GUIDE_P2P
 
@@ -37,7 +40,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "no-dual-batch-overlap": {"enable_dbo": True},
     "no-kv-sharing": {"kv_sharing_fast_prefill": True},
     "no-kv-events": {"kv_events_config": {"enable_kv_cache_events": True}},
-    "known-speculation": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
     "known-connector": {
         "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     },
@@ -456,7 +458,11 @@ FACTS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "worker_cls": (_set("parallel_config.worker_cls", "my.Worker"), "my.Worker"),
     "dual_batch_overlap": (_set("parallel_config.enable_dbo", True), True),
     "hisparse": (_set("attention_config.hisparse_config", object()), True),
-    "owner_decode": (_set("additional_config", {"kvpp": {"decode": "owner"}}), True),
+    "settings": (
+        _set("additional_config", {"kvpp": {"decode": "owner"}}),
+        Settings(enabled=False, options=KvppOptions(decode=DecodePolicy.OWNER)),
+    ),
+    "dp": (_set("parallel_config.data_parallel_size", 4), 4),
     "kv_sharing_fast_prefill": (_set("cache_config.kv_sharing_fast_prefill", True), True),
     "connector": (
         _transfer,
@@ -484,6 +490,7 @@ def test_a_launch_is_read_from_vllm(mtp_launch: Any, mtp_model: Path) -> None:
     assert launch_from_vllm(mtp_launch) == Launch(
         model=str(mtp_model),
         tp=2,
+        settings=Settings(enabled=False),
         num_layers=12,
         splitting_ops=(),  # what vLLM resolves to where nothing is compiled
         speculative_method="mtp",
@@ -492,7 +499,8 @@ def test_a_launch_is_read_from_vllm(mtp_launch: Any, mtp_model: Path) -> None:
 
 
 def test_every_fact_of_a_launch_is_tried_here() -> None:
-    by_themselves = {"breakable_graphs"}  # an environment variable
+    # An environment variable, what cannot be read, and one that comes with the connector.
+    by_themselves = {"breakable_graphs", "unreadable", "load_failure_policy"}
     assert set(FACTS) | by_themselves == {field.name for field in dataclasses.fields(Launch)}
 
 
@@ -503,7 +511,11 @@ def test_each_fact_is_read_from_its_own_option(mtp_launch: Any, name: str) -> No
     before = launch_from_vllm(mtp_launch)
     changed = copy.deepcopy(mtp_launch)
     change(changed)
-    assert launch_from_vllm(changed) == dataclasses.replace(before, **{name: expected})
+    found = launch_from_vllm(changed)
+    if name == "connector":
+        assert found.load_failure_policy == "fail"  # vLLM's default for every connector
+        found = dataclasses.replace(found, load_failure_policy=before.load_failure_policy)
+    assert found == dataclasses.replace(before, **{name: expected})
 
 
 def test_breakable_graphs_are_read_from_the_environment(

@@ -37,6 +37,8 @@ LIGHT = [
     "kvpp_connectors",
     "kvpp_connectors.connector",
     "kvpp_connectors.connector.names",
+    "kvpp_connectors.launch",
+    "kvpp_connectors.launch.mention",
     "kvpp_connectors.plugin",
 ]
 
@@ -165,11 +167,19 @@ class Platform:
 HOOKS = ("apply_config_platform_defaults", "check_and_update_config")
 
 
-def config_of(additional_config: object, worker_cls: str = "auto") -> SimpleNamespace:
+def config_of(
+    additional_config: object,
+    worker_cls: str = "auto",
+    connector: str | None = None,
+    children: list[Any] | None = None,
+) -> SimpleNamespace:
     """As much of a VllmConfig as the plug-in looks at."""
+    transfer = SimpleNamespace(
+        kv_connector=connector, kv_connector_extra_config={"connectors": children}
+    )
     return SimpleNamespace(
         additional_config=additional_config,
-        kv_transfer_config=None,
+        kv_transfer_config=None if connector is None else transfer,
         parallel_config=SimpleNamespace(worker_cls=worker_cls),
     )
 
@@ -220,12 +230,16 @@ def test_the_plugin_steps_back_where_kvpp_is_native(
     [{}, {"enable_kv_nz": True}, {1: 2, None: 3}, object(), None, "enable_kvpp", ["kvpp"]],
     ids=str,
 )
+@pytest.mark.parametrize("connector", [None, "NixlConnector", "MultiConnector"])
 def test_what_is_not_for_us_goes_to_the_platform_untouched(
-    platform: type[Platform], additional_config: object
+    platform: type[Platform], additional_config: object, connector: str | None
 ) -> None:
     """vLLM lets additional_config be any object with a hash."""
     plugin.register()
-    config, same = config_of(additional_config), config_of(additional_config)
+    config, same = (
+        config_of(additional_config, connector=connector, children=[{"kv_connector": "Nixl"}, 7])
+        for _ in range(2)
+    )
     for name in HOOKS:
         getattr(platform, name)(config)
     assert platform.seen == [config, config]
@@ -233,7 +247,17 @@ def test_what_is_not_for_us_goes_to_the_platform_untouched(
 
 
 FOR_US = {
-    **{key: config_of({key: True}) for key in ("enable_kvpp", "kvpp", "enable_kvp", "KVPP_size")},
+    **{
+        key: config_of({key: True})
+        for key in ("enable_kvpp", "kvpp", "enable_kvp", "KVPP_size", "Enable_KVPP", "enabel_kvpp")
+    },
+    **{
+        name: config_of({}, connector=name)
+        for name in ("MooncakeConnectorV2", "AscendStoreConnector", "MooncakeConectorV2")
+    },
+    "a child": config_of(
+        {}, connector="MultiConnector", children=["x", {"kv_connector": "AscendStoreConector"}]
+    ),
     "our worker class": config_of({}, "kvpp_connectors.engine.cpu.worker.KvppCpuWorker"),
     "our worker class with an object": config_of(object(), "kvpp_connectors.engine.cpu.worker.Any"),
 }
@@ -311,7 +335,8 @@ def test_nothing_of_the_wheel_imports_what_is_not_in_it() -> None:
 
 
 def test_the_plugin_imports_nothing_heavy_itself() -> None:
-    tree = dict(sources())["kvpp_connectors.plugin"]
     light = {"__future__", "collections", "importlib", "pathlib", "typing"}
-    found = set(imported(tree, functions=False)) - {"kvpp_connectors.connector.names"}
-    assert packages_of(iter(found)) <= light
+    trees = dict(sources())
+    for name in LIGHT:
+        found = set(imported(trees[name], functions=False)) - set(LIGHT)
+        assert packages_of(iter(found)) <= light, name

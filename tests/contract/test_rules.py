@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpp_connectors.launch.facts import Connector, Launch
+from kvpp_connectors.launch.connectors import Connector, read_children
+from kvpp_connectors.launch.facts import Launch
+from kvpp_connectors.launch.options import KvppOptions, Settings
 from kvpp_connectors.launch.problems import LaunchRefused, Severity
 from kvpp_connectors.launch.rules import CACHE_UPDATE, CONNECTOR_RULES, LAUNCH_RULES, check
+from kvpp_connectors.launch.validate import settings_problems
+from kvpp_core.policy import DecodePolicy
 
 P2P, POOL, MULTI = "MooncakeConnectorV2", "AscendStoreConnector", "MultiConnector"
 EXTRA = "kv_connector_extra_config"
@@ -56,9 +60,16 @@ GUIDE_LAYERWISE = (
 )
 
 
+KEYS = ("kv_connector", "kv_role", "kv_port", EXTRA, "engine_id", "kv_load_failure_policy")
+OFF = Settings(enabled=False)
+OWNER = Settings(enabled=True, options=KvppOptions(decode=DecodePolicy.OWNER))
+
+
 def connector(name: str, role: str | None = "kv_producer", **extra: Any) -> Connector:
     """The only connector of a launch."""
-    return Connector("kv_transfer_config", name, role, extra)
+    listed = extra.get("connectors") if name == MULTI else None
+    children = read_children(listed if isinstance(listed, list) else [], KEYS)
+    return Connector("kv_transfer_config", name, role, extra, children=children)
 
 
 def from_json(text: str) -> Connector:
@@ -100,7 +111,7 @@ LAUNCH_CASES = {
         Launch(model="glm-5.2", is_sparse=True, device_type="cuda"), "--model", "glm-5.2"
     ),
     "owner-decode-where-proven": Case(
-        Launch(device_type="cuda", owner_decode=True),
+        Launch(device_type="cuda", settings=OWNER),
         "--additional-config.kvpp.decode",
         "owner (on cuda, PCP 1, MLA)",
     ),
@@ -133,7 +144,7 @@ LAUNCH_CASES = {
         "set",
     ),
     "known-speculation": Case(
-        Launch(speculative_method="ngram"), "--speculative-config.method", "ngram"
+        Launch(speculative_method="draft_model"), "--speculative-config.method", "draft_model"
     ),
     "connectors-need-mla-drafts": Case(
         Launch(
@@ -158,10 +169,32 @@ LAUNCH_CASES = {
         f"kv_transfer_config.{EXTRA}.protocol",
         "tcp",
     ),
-    "one-pd-child": Case(
-        multi(*2 * [{"kv_connector": P2P, "kv_role": "kv_producer"}]),
-        "kv_transfer_config.kv_connector_extra_config.connectors",
-        f"2 of {P2P}",
+    "connectors-need-whole-tokens": Case(
+        Launch(settings=OFF, dcp=2, connector=connector(POOL)),
+        "--decode-context-parallel-size",
+        "2",
+    ),
+    "layerwise-without-pcp": Case(
+        Launch(pcp=2, connector=connector(POOL, use_layerwise=True)),
+        "--prefill-context-parallel-size",
+        "2",
+    ),
+    "pd-with-pcp-not-validated": Case(
+        Launch(pcp=2, connector=connector(P2P)),
+        "--prefill-context-parallel-size",
+        "2",
+        Severity.WARNING,
+    ),
+    "failed-loads-end-requests": Case(
+        Launch(load_failure_policy="fail", connector=connector(POOL)),
+        "kv_transfer_config.kv_load_failure_policy",
+        "fail",
+        Severity.WARNING,
+    ),
+    "worker-needs-the-switch": Case(
+        Launch(settings=OFF, worker_cls="kvpp_connectors.engine.cuda.KvppGpuWorker"),
+        "--worker-cls",
+        "kvpp_connectors.engine.cuda.KvppGpuWorker",
     ),
     "saves-nothing": Case(
         Launch(num_layers=8, pp=2),  # 2 owned + 2 slots = all 4 layers of a stage
@@ -176,11 +209,6 @@ CONNECTOR_CASES = {
         Launch(connector=connector("NixlConnector")), "kv_transfer_config.kv_connector", "Nixl"
     ),
     "children-not-wrappers": Case(multi(), "kv_transfer_config.kv_connector", MULTI),
-    "extra-is-an-object": Case(
-        multi({"kv_connector": POOL, "kv_role": "kv_both", EXTRA: ["backend"]}),
-        f"kv_transfer_config.{EXTRA}.connectors[0].{EXTRA}",
-        "['backend']",
-    ),
     "prefill-side-only": Case(
         Launch(connector=connector(P2P, "kv_consumer")), "kv_transfer_config.kv_role", "kv_consumer"
     ),
@@ -189,29 +217,13 @@ CONNECTOR_CASES = {
         "kv_transfer_config.kv_role",
         "kv_consumer",
     ),
-    "memcache-whole-blocks": Case(
-        pool(backend="memcache", use_layerwise=True),
-        f"kv_transfer_config.{EXTRA}.use_layerwise",
-        "True",
-    ),
-    "known-backend": Case(pool(backend="redis"), f"kv_transfer_config.{EXTRA}.backend", "redis"),
-    "layerwise-loads-in-step": Case(
-        pool(backend="mooncake", use_layerwise=True, load_async=True),
-        f"kv_transfer_config.{EXTRA}.load_async",
-        "True",
-    ),
-    "whole-chunks": Case(
-        pool(discard_partial_chunks=False),
-        f"kv_transfer_config.{EXTRA}.discard_partial_chunks",
-        "False",
-    ),
     "no-consumer-write-back": Case(
         pool(consumer_is_to_put=True), f"kv_transfer_config.{EXTRA}.consumer_is_to_put", "True"
     ),
-    "pool-keys": Case(
-        pool(use_layer_wise=False),
-        f"kv_transfer_config.{EXTRA}",
-        "use_layer_wise: Did you mean 'use_layerwise'?",
+    "connector-names": Case(
+        Launch(settings=OFF, connector=connector("MooncakeConectorV2")),
+        "kv_transfer_config.kv_connector",
+        "MooncakeConectorV2",
     ),
 }
 
@@ -263,6 +275,11 @@ LEGAL = {
     "NPUs' protocol": Launch(device_type="npu", connector=connector(P2P, protocol="ascend")),
     "another protocol elsewhere": Launch(connector=connector(P2P, protocol="tcp")),
     "MTP": Launch(speculative_method="mtp"),
+    "n-grams of the prompt": Launch(speculative_method="ngram"),
+    "n-grams, on the device": Launch(speculative_method="ngram_gpu"),
+    "suffixes": Launch(speculative_method="suffix"),
+    "Medusa's heads": Launch(speculative_method="medusa"),
+    "PCP with whole blocks": Launch(pcp=2, connector=connector(POOL)),
     "Eagle3": Launch(speculative_method="eagle3"),
     "DSpark": Launch(speculative_method="dspark"),
     "a draft with heads of its own": Launch(speculative_method="eagle3", draft_uses_mla=False),
@@ -324,7 +341,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "group-larger-than-one",
         "known-speculation",
         "no-breakable-graphs",
-        "one-pd-child",
+        # about connectors, or where KVPP is off
+        "connectors-need-whole-tokens",
+        "layerwise-without-pcp",
+        "pd-with-pcp-not-validated",
+        "failed-loads-end-requests",
+        "worker-needs-the-switch",
     )
 }
 
@@ -384,10 +406,44 @@ def test_problems_of_a_child_name_its_index() -> None:
     assert [(problem.rule, problem.option) for problem in check(launch)] == [
         ("prefill-side-only", f"{base}[0].kv_role"),
         ("pool-role", f"{base}[2].kv_role"),
-        ("layerwise-loads-in-step", f"{base}[2].{EXTRA}.load_async"),
-        ("pool-keys", f"{base}[2].{EXTRA}"),
         ("known-connector", f"{base}[3].kv_connector"),
+        ("one-of-a-kind", f"{base}[2].kv_connector"),
     ]
+    settings = settings_problems(launch.connectors[2])
+    assert [(problem.rule, problem.option) for problem in settings] == [
+        ("layerwise-loads-in-step", f"{base}[2].{EXTRA}.load_async"),
+        ("connector-settings", f"{base}[2].{EXTRA}.prefetch_layers"),
+    ]
+
+
+# extra config of a pool; rule, key, what is said of it
+POOL_SETTINGS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "layer by layer with MemCache": (
+        {"backend": "memcache", "use_layerwise": True},
+        "memcache-whole-blocks", "use_layerwise", "True",
+    ),
+    "layer by layer, between steps": (
+        {"backend": "mooncake", "use_layerwise": True, "load_async": True},
+        "layerwise-loads-in-step", "load_async", "True",
+    ),
+    "a backend that is none": ({"backend": "redis"}, "connector-settings", "backend", "redis"),
+    "parts of blocks": (
+        {"discard_partial_chunks": False}, "connector-settings", "discard_partial_chunks", "False",
+    ),
+    "a misspelt key": (
+        {"use_layer_wise": False}, "connector-settings", "use_layer_wise", "False",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POOL_SETTINGS)
+def test_a_pools_own_settings_are_refused_once_with_or_without_kvpp(name: str) -> None:
+    """They stand with the options, and in no second place: `check` says nothing of them."""
+    extra, rule, key, value = POOL_SETTINGS[name]
+    assert check(pool(**extra)) == []
+    (problem,) = settings_problems(connector(POOL, **extra))
+    assert (problem.rule, problem.option) == (rule, f"kv_transfer_config.{EXTRA}.{key}")
+    assert value in problem.value and problem.reason and problem.remedy
 
 
 @pytest.mark.parametrize(
@@ -413,10 +469,99 @@ def test_a_nested_multi_connector_is_refused() -> None:
     assert problem.option.startswith(f"kv_transfer_config.{EXTRA}.connectors[1].")
 
 
-@pytest.mark.parametrize("child", [P2P, None, 7, [P2P], {}, {"kv_role": "kv_producer"}])
-def test_a_child_that_is_no_connector_is_refused_by_index(child: object) -> None:
+@pytest.mark.parametrize(
+    ("child", "rules"),
+    [
+        *((child, ["child-is-an-object"]) for child in (P2P, None, 7, [P2P])),
+        ({}, ["child-has-a-type", "child-has-a-role"]),
+        ({"kv_role": "kv_producer"}, ["child-has-a-type"]),
+    ],
+)
+def test_a_child_that_is_no_connector_is_refused_by_index(child: object, rules: list[str]) -> None:
     """It must not be dropped in silence: the site would run without its pool or its P/D."""
     good = {"kv_connector": P2P, "kv_role": "kv_producer"}
-    (problem,) = check(multi(good, child))
-    assert problem.rule == "known-connector"
-    assert "connectors[1]" in problem.option
+    problems = check(multi(good, child))
+    assert [problem.rule for problem in problems] == rules
+    assert all("connectors[1]" in problem.option for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("MooncakeConectorV2", P2P),
+        ("mooncakeconnectorv2", P2P),
+        ("MooncakeConnectorV1", P2P),
+        ("AscendStoreConector", POOL),
+        ("MultiConector", MULTI),
+    ],
+)
+@pytest.mark.parametrize("settings", [OFF, Settings(enabled=True)], ids=["off", "on"])
+def test_a_misspelt_connector_is_refused_with_the_nearest(
+    settings: Settings, name: str, meant: str
+) -> None:
+    launch = Launch(settings=settings, connector=connector(name))
+    (problem,) = check(launch)
+    assert problem.rule == "connector-names"
+    assert problem.remedy.startswith(f"Did you mean {meant!r}?")
+
+
+def test_a_connector_that_somebody_registered_is_not_misspelt() -> None:
+    """vLLM has a MooncakeConnector; with KVPP off it is nobody's business here."""
+    foreign = replace(connector("MooncakeConnector"), foreign=True)
+    assert check(Launch(settings=OFF, connector=foreign)) == []
+    assert [p.rule for p in check(Launch(connector=foreign))] == ["known-connector"]
+
+
+def ports(**options: Any) -> list[tuple[str, str, str]]:
+    """(rule, option, value) of what is wrong with the ports of a launch with a P/D connector."""
+    kv_port, metrics_port = options.pop("kv_port", 37000), options.pop("metrics_port", None)
+    settings = Settings(enabled=True, options=KvppOptions(metrics_port=metrics_port))
+    p2p = replace(connector(P2P), port=kv_port)
+    launch = Launch(**{"settings": settings, "connector": p2p, **options})
+    return [(problem.rule, problem.option, problem.value) for problem in check(launch)]
+
+
+@pytest.mark.parametrize(
+    ("kv_port", "workers", "good"),
+    [
+        (0, {}, True),
+        (1, {}, True),
+        ("37000", {}, True),
+        (65534, {}, True),
+        (65535, {}, False),
+        (65520, {"tp": 4, "pp": 2, "dp": 2}, True),
+        (65521, {"tp": 4, "pp": 2, "dp": 2}, False),
+        (65536, {}, False),
+        (65537, {}, False),
+        (-1, {}, False),
+        (-5, {}, False),
+        ("-5", {}, False),
+        ("10.0.0.1:80", {}, False),
+        (None, {}, False),
+        (True, {}, False),
+        ([37000], {}, False),
+    ],
+)
+def test_every_worker_has_a_port(kv_port: object, workers: dict[str, int], good: bool) -> None:
+    """-5 would listen at 65,531 and 65,537 at 1."""
+    refused = [("port-range", "kv_transfer_config.kv_port", repr(kv_port))]
+    assert ports(kv_port=kv_port, **workers) == ([] if good else refused)
+
+
+@pytest.mark.parametrize(
+    ("first", "good"), [(65534, True), (65535, False), (36998, True), (36999, False), (37002, True)]
+)
+def test_metrics_have_ports_of_their_own(first: int, good: bool) -> None:
+    """Two workers at 37000 and 37001; 0 takes free ports, which meet none."""
+    found = ports(metrics_port=first)
+    option = "additional_config.kvpp.metrics_port"
+    assert [problem[1] for problem in found] == ([] if good else [option])
+    assert ports(metrics_port=first, kv_port=0) == ([] if first < 65535 else found)
+
+
+def test_a_childs_ports_are_checked_as_well() -> None:
+    launch = multi({"kv_connector": P2P, "kv_role": "kv_producer", "kv_port": 70000})
+    (problem,) = check(launch)
+    option = f"kv_transfer_config.{EXTRA}.connectors[0].kv_port"
+    assert (problem.rule, problem.option) == ("port-range", option)
+    assert "65534" in problem.remedy

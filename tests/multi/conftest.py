@@ -1,5 +1,5 @@
 """The models of the launch tests."""
 
-from tests.contract.conftest import mla_model
+from tests.contract.conftest import memcache_settings, mla_model
 
-__all__ = ["mla_model"]
+__all__ = ["memcache_settings", "mla_model"]

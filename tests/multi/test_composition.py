@@ -45,17 +45,28 @@ BROKEN: dict[str, tuple[list[Any], str, str]] = {
     "a wrong setting of a pool": (
         [PD, {**POOL, "kv_connector_extra_config": {"backend": "memcache", "load_asink": True}}],
         "connector-settings",
+        "[1].kv_connector_extra_config.load_asink",
+    ),
+    "settings that are none": (
+        [PD, {**POOL, "kv_connector_extra_config": ["backend"]}],
+        "extra-is-an-object",
         "[1].kv_connector_extra_config",
     ),
+    "a misspelt type": (
+        [PD, {**POOL, "kv_connector": "AscendStoreConector"}],
+        "connector-names",
+        "[1].kv_connector",
+    ),
+    "a port that is none": ([{**PD, "kv_port": 70000}, POOL], "port-range", "[0].kv_port"),
     "a wrong setting of P/D": (
         [{**PD, "kv_connector_extra_config": {"lease": 3}}, POOL],
         "connector-settings",
-        "[0].kv_connector_extra_config",
+        "[0].kv_connector_extra_config.lease",
     ),
     "a pool without its master": (
         [PD, {**POOL, "kv_connector_extra_config": {}}],
         "connector-settings",
-        "[1].kv_connector_extra_config",
+        "[1].kv_connector_extra_config.mooncake",
     ),
 }
 
@@ -80,8 +91,8 @@ def test_a_broken_composition_is_refused(
     refusal = refuse(mla_model, SWITCHES[switch], kv_transfer_config=multi(children))
     told = {p.option: p.rule for p in refusal.problems}
     assert PATH + option in told
-    if switch == "off":  # KVPP has words of its own for some of them
-        assert told[PATH + option] == rule
+    assert told[PATH + option] == rule
+    assert len(told) == len(refusal.problems)  # each once
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -343,10 +343,10 @@ def test_a_memcache_client_that_starts_without_a_link_is_closed_and_another_one_
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        ({}, "needs MMC_LOCAL_CONFIG_PATH"),
+        ({}, "MMC_LOCAL_CONFIG_PATH = nothing: backend=memcache needs"),
         (
             {"MMC_LOCAL_CONFIG_PATH": "/nowhere/mmc.conf"},
-            "mmc.conf: there is no such file",
+            "mmc.conf: There is no such file",
         ),
     ],
 )
@@ -373,14 +373,21 @@ def test_settings_inline_win_over_the_file_and_the_environment_over_both(tmp_pat
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"master_adress": "a:1"}, "no key 'master_adress'. Did you mean 'master_server_address'"),
-        ({}, "master_server_address is missing. Expected: host:port"),
+        ({"master_adress": "a:1"}, "no such key. Did you mean 'master_server_address'"),
+        ({}, "master_server_address = nothing: It is missing. Expected: host:port"),
         ({"protocol": "udp"}, "Expected: tcp, rdma or ascend"),
         ({"global_segment_size": "4 MiB"}, "refuses segments under 16777216 bytes"),
         ({"global_segment_size": "much"}, "4GB is 4 << 30"),
         ({"local_hostname": "0.0.0.0"}, "means every interface"),
         ({"replica_num": 0}, "copies of each object"),
         ([], "is list; expected an object"),
+        ({"master_server_address": "nohost"}, "the port is missing or none"),
+        ({"master_server_address": "127.0.0.1:x"}, "the port is missing or none"),
+        ({"master_server_address": "10.0.0.1"}, "the port is missing or none"),
+        ({"master_server_address": "10.0.0.1:0"}, "the port is missing or none"),
+        ({"master_server_address": "10.0.0.1:65536"}, "the port is missing or none"),
+        ({"master_server_address": ":50051"}, "the port is missing or none"),
+        ({"master_server_address": ""}, "the port is missing or none"),
     ],
 )
 def test_wrong_settings_are_refused_with_what_is_expected(values: Any, says: str) -> None:
@@ -397,11 +404,11 @@ def test_no_settings_and_an_unreadable_file_name_the_remedy(tmp_path: Path) -> N
         read({})
     (tmp_path / "broken").write_text("{")
     for path in (tmp_path / "none", tmp_path / "broken"):
-        with pytest.raises(KvppError, match=f"{path} cannot be read"):
+        with pytest.raises(KvppError, match=f"{path}: The file cannot be read"):
             read({}, MOONCAKE_CONFIG_PATH=str(path))
 
 
-@pytest.mark.parametrize("address", ["nohost", "127.0.0.1:x", "127.0.0.1:1"])
+@pytest.mark.parametrize("address", ["nohost:1", "127.0.0.1:1"])
 def test_a_wrong_master_address_is_told_at_once(address: str) -> None:
     settings = MooncakeSettings(master_server_address=address)
     with pytest.raises(PoolUnavailable, match=address):

@@ -10,9 +10,9 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
+from kvpp_connectors.connector.options import OptionsError
 from kvpp_connectors.pool.store.base import (
     Buffer,
     PoolUnavailable,
@@ -21,11 +21,11 @@ from kvpp_connectors.pool.store.base import (
     all_ended,
 )
 from kvpp_connectors.pool.store.client import PROBE, CodeBook, NoAnswer, StoreClient, ask
+from kvpp_connectors.pool.store.memcache_settings import memcache_config_file
 from kvpp_core.errors import KvppError
 
-__all__ = ["CONFIG_VARIABLE", "MemCacheStore", "MemoryKind", "new_client"]
+__all__ = ["MemCacheStore", "MemoryKind", "new_client"]
 
-CONFIG_VARIABLE = "MMC_LOCAL_CONFIG_PATH"
 _NO_SPACE_WAITS_S = (0.005, 0.010, 0.020, 0.040)  # it evicts in the background
 _FULL_OR_ANY_ERROR = -1
 _BOOK = CodeBook(
@@ -149,14 +149,10 @@ class MemCacheStore(StoreClient):
         return f"MemCache: {outcome} ({keys} keys)"
 
     def _set_up(self) -> Any:
-        path = self._environment.get(CONFIG_VARIABLE)
-        if not path:
-            raise PoolUnavailable(
-                f"backend=memcache needs {CONFIG_VARIABLE}, the path of mmc-local.conf, which says "
-                "where the MetaService is; the variable is not set"
-            )
-        if not Path(path).is_file():
-            raise PoolUnavailable(f"{CONFIG_VARIABLE}={path}: there is no such file")
+        try:
+            path = memcache_config_file(self._environment)
+        except OptionsError as error:
+            raise PoolUnavailable(str(error)) from error
         client = self._new_client()
         code = client.init(self._device_id, init_bm=self._moves_data)
         if code != 0:

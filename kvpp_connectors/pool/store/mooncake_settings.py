@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvpp_connectors.connector.host import is_every_interface
-from kvpp_connectors.connector.options import complaints
-from kvpp_core.errors import KvppError
+from kvpp_connectors.connector.options import Complaint, OptionsError, read_model
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -31,6 +30,7 @@ _VARIABLES = {
 }
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"\s*(\d+)\s*([kmgt]?)(?:i?b)?\s*", re.IGNORECASE)
+_LAST_PORT = 65535
 
 
 def read_bytes(text: str) -> int | None:
@@ -44,6 +44,16 @@ def _bytes(value: object) -> object:
     return value if size is None else size
 
 
+def _address(value: str) -> str:
+    """Of one master: host:port. Of several: a URL of the service that knows them."""
+    if "://" in value:
+        return value
+    host, _, port = value.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= _LAST_PORT):
+        raise ValueError(f"the port is missing or none: it is a number from 1 to {_LAST_PORT}")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=0)]
 
 
@@ -52,8 +62,8 @@ class MooncakeSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    master_server_address: str = Field(
-        min_length=1, description="host:port of mooncake_master, or etcd://... of several"
+    master_server_address: Annotated[str, AfterValidator(_address)] = Field(
+        description="host:port of mooncake_master, or etcd://... of several"
     )
     metadata_server: str = Field(
         default="P2PHANDSHAKE", description="P2PHANDSHAKE (no server needed) or a server's URL"
@@ -107,43 +117,48 @@ class MooncakeSettings(BaseModel):
 
 
 def read_mooncake_settings(
-    extra: Mapping[str, Any], environment: Mapping[str, str]
+    extra: Mapping[str, Any],
+    environment: Mapping[str, str],
+    path: str = "kv_connector_extra_config",
 ) -> MooncakeSettings:
     """The settings, checked.
 
     Args:
         extra: ``kv_connector_extra_config``; its key ``mooncake`` wins over the file.
         environment: for MOONCAKE_CONFIG_PATH, MOONCAKE_MASTER, MOONCAKE_GLOBAL_SEGMENT_SIZE.
+        path: where ``extra`` stands, for errors.
 
     Raises:
-        KvppError: there are none, the file cannot be read, or a key is unknown or wrong; names
+        OptionsError: there are none, the file cannot be read, or a key is unknown or wrong; names
             each, and what is expected.
     """
     inline = extra.get("mooncake")
     if inline is not None:
-        source, values = "kv_connector_extra_config.mooncake", inline
+        prefix, values = f"{path}.mooncake.", inline
     elif CONFIG_VARIABLE in environment:
-        source = environment[CONFIG_VARIABLE]
-        values = _read_file(source)
+        file = environment[CONFIG_VARIABLE]
+        prefix, values = f"{file}: ", _read_file(file)
     else:
-        raise KvppError(
-            "backend=mooncake does not know its master. Give kv_connector_extra_config.mooncake = "
-            '{"master_server_address": "host:port"}, or name a mooncake.json in '
-            f"{CONFIG_VARIABLE}."
+        missing = Complaint(
+            f"{path}.mooncake",
+            "nothing",
+            "backend=mooncake does not know its master.",
+            'Write {"master_server_address": "host:port"} there, or name a mooncake.json in '
+            f"{CONFIG_VARIABLE}.",
         )
-    if not isinstance(values, Mapping):
-        raise KvppError(f"{source} is {type(values).__name__}; expected an object of settings")
-    from_environment = {k: environment[v] for v, k in _VARIABLES.items() if v in environment}
-    try:
-        return MooncakeSettings.model_validate({**values, **from_environment})
-    except ValidationError as error:
-        raise KvppError(complaints(error, MooncakeSettings, source)) from error
+        raise OptionsError([missing])
+    if isinstance(values, Mapping):
+        values = {
+            **values,
+            **{k: environment[v] for v, k in _VARIABLES.items() if v in environment},
+        }
+    return read_model(MooncakeSettings, values, prefix)
 
 
 def _read_file(path: str) -> Any:
     try:
         return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise KvppError(
-            f"{CONFIG_VARIABLE}={path} cannot be read: {error}. Expected a JSON object."
-        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = f"The file cannot be read: {error}."
+        complaint = Complaint(CONFIG_VARIABLE, path, reason, "Name a file with a JSON object.")
+        raise OptionsError([complaint]) from error
