@@ -30,7 +30,7 @@ MAY_IMPORT_VLLM = {
         for name in ("connector", "messages", "metrics")
     ),
     "kvpp_connectors.multi.connector",
-    "kvpp_connectors.connector.base",  # what the connectors have in common
+    *(f"kvpp_connectors.connector.{name}" for name in ("base", "stats")),  # of both connectors
 }
 
 LIGHT = [
