@@ -209,7 +209,7 @@ class Soak:
             prefill["put"] > self._settings.pool_mib << 20,
         )
         held = f"{max(self._held, default=0):.0%} in {len(self._held) // 2} quiet moments"
-        yield Row("KV blocks held at most when nothing is asked", (held,), not any(self._held))
+        yield Row("KV blocks held at most without requests", (held,), not any(self._held))
 
     def _account_rows(self) -> Iterator[Row]:
         for name, ledger in self._ledgers.items():

@@ -61,6 +61,7 @@ def trace(
     With --pool or --layerwise the prompts are saved into a pool and then loaded from it.
     docs/performance.md.
     """
+    from benchmarks.trace.traced import TraceJob
     from kvpp_connectors.demo.children import ChildFailed
 
     for option, path in (("OUT", out), ("--picture", picture)):
@@ -68,7 +69,19 @@ def trace(
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="kvpp-trace-")) if logs is None else logs
     folder.mkdir(parents=True, exist_ok=True)
-    job = _job(folder, broadcast, decode, prompts, prompt_tokens, chunk, tp, memory_mib, steps)
+    job = TraceJob(
+        model=str(folder / "model"),
+        broadcast=broadcast.value,
+        decode=decode.value,
+        transfer=None,
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        chunk=chunk,
+        answer_tokens=_ANSWER_TOKENS,
+        tensor_parallel_size=tp,
+        kv_cache_memory_bytes=memory_mib << 20,
+        kept_steps=steps,
+    )
     try:
         result = _record(job, folder, layers, pool=pool, layerwise=layerwise, console=console)
     except ChildFailed as error:
@@ -98,34 +111,6 @@ def _check_place(option: str, path: Path | None) -> None:
         )
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise typer.BadParameter(f"{path} may not be written", param_hint=option)
-
-
-def _job(
-    folder: Path,
-    broadcast: BroadcastPolicy,
-    decode: DecodePolicy,
-    prompts: int,
-    prompt_tokens: int,
-    chunk: int,
-    tp: int,
-    memory_mib: int,
-    steps: int,
-) -> TraceJob:
-    from benchmarks.trace.traced import TraceJob
-
-    return TraceJob(
-        model=str(folder / "model"),
-        broadcast=broadcast.value,
-        decode=decode.value,
-        transfer=None,
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        chunk=chunk,
-        answer_tokens=_ANSWER_TOKENS,
-        tensor_parallel_size=tp,
-        kv_cache_memory_bytes=memory_mib << 20,
-        kept_steps=steps,
-    )
 
 
 def _record(

@@ -97,11 +97,11 @@ def _axis(begin: int, end: int, scale: float, height: int) -> Iterator[str]:
 
 
 def _text(
-    x: float, y: float, words: str, colour: str = _INK, *, size: int = 12, anchor: str = "start"
+    x: float, y: float, text: str, colour: str = _INK, *, size: int = 12, anchor: str = "start"
 ) -> str:
-    if not words:
+    if not text:
         return ""
     return (
         f'<text x="{x:.1f}" y="{y:.0f}" fill="{colour}" font-size="{size}" '
-        f'text-anchor="{anchor}">{escape(words)}</text>'
+        f'text-anchor="{anchor}">{escape(text)}</text>'
     )

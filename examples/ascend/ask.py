@@ -18,7 +18,7 @@ TIMEOUT_S = 600
 
 
 def ask(url: str) -> list[list[int]]:
-    """The answers to prompts that are the same in every call."""
+    """Token ids of the answers to prompts that are the same in every call."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=TIMEOUT_S) as answer:
         model = json.load(answer)["data"][0]
     chosen = random.Random(128)
@@ -47,7 +47,6 @@ def ask(url: str) -> list[list[int]]:
 
 
 def main() -> int:
-    """See above."""
     if sys.argv[1] == "--compare":
         mine, other = (json.loads(Path(name).read_text()) for name in sys.argv[2:4])
         equal = sum(a == b for a, b in zip(mine, other, strict=True))

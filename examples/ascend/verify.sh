@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What nobody could run without an NPU: KVPP off and on, prefill and decode, pools; then a report.
+# Everything that needs an NPU: KVPP off and on, prefill and decode, pools; then a report.
 #
 #   examples/ascend/verify.sh MODEL [vLLM options for every engine]
 #
@@ -69,7 +69,7 @@ compare() { # WHAT NAME: the answers of NAME against those without KVPP
         say "FAIL  $1: ${found##*$'\n'}"
     fi
 }
-failed() { # WHAT LOG: it did not run; the log's last words
+failed() { # WHAT LOG: it did not run; shows the end of the log
     FAILED=1
     say "FAIL  $1 (the end of $OUT/$2.log follows)"
     tail -n 15 "$OUT/$2.log" 2>/dev/null | tee -a "$REPORT" || true

@@ -48,7 +48,7 @@ def demo(
     Writes a tiny DeepSeek-V2 checkpoint that is sensitive to its KV cache, and prompts with shared
     prefixes that are longer than the token budget, so that chunked prefill and prefix hits happen.
     First they go through a real vLLM engine on CPU without and with KVPP under the same KV memory;
-    transformers is asked for the same logits. Then they go through a proxy to a prefill server with
+    transformers computes the same logits. Then they go through a proxy to a prefill server with
     KVPP on several ranks, which saves its KV into a Mooncake pool, and a decode server on one,
     which pulls the KV from the ranks that own it; prefill is restarted, and they go again.
     Exit code 1 if anything is unequal.

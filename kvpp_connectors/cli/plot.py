@@ -74,9 +74,9 @@ def _draw_stage(panel: Any, stage: StagePlan, unit: str, scale: int) -> float:
         parts = {_OWNED: owned, _SCRATCH: scratch, _DRAFTS: stage.draft_bytes}
         _draw_bar(panel, rank + 1, parts, scale)
         total = sum(parts.values())
-        words = f"{total / scale:,.2f} {unit}, {total / off:.1%} of off"
+        label = f"{total / scale:,.2f} {unit}, {total / off:.1%} of off"
         binds = rank == figures.binding_rank
-        room = max(room, _label_bar(panel, rank + 1, total / scale, words, binds=binds))
+        room = max(room, _label_bar(panel, rank + 1, total / scale, label, binds=binds))
         labels.append(f"rank {rank}, {span(figures.owned_layers[rank])}")
     panel.set_yticks(range(len(labels)), labels, fontsize=9)
     panel.set_ylim(len(labels) - 0.5, -0.5)  # KVPP off on top
@@ -105,11 +105,11 @@ def _draw_bar(panel: Any, row: int, parts: dict[str, int], scale: int) -> None:
             left += size / scale
 
 
-def _label_bar(panel: Any, row: int, end: float, words: str, *, binds: bool = False) -> float:
+def _label_bar(panel: Any, row: int, end: float, label: str, *, binds: bool = False) -> float:
     """Label a bar at its end. Returns the end of the x axis that the label needs."""
-    words += "  (binds)" if binds else ""
+    label += "  (binds)" if binds else ""
     panel.annotate(
-        words,
+        label,
         (end, row),
         xytext=(5, 0),
         textcoords="offset points",
@@ -119,7 +119,7 @@ def _label_bar(panel: Any, row: int, end: float, words: str, *, binds: bool = Fa
         color=_INK,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
-    return end / (1 - _LETTER * (len(words) + 2))
+    return end / (1 - _LETTER * (len(label) + 2))
 
 
 def _draw_heading(figure: Any, plan: Plan) -> None:

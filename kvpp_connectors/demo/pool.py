@@ -28,7 +28,7 @@ _START_S, _LOOK_S = 30.0, 0.05
 def serving_pool(folder: Path, size: int) -> Iterator[LocalPool]:
     """A pool on free loopback ports, with its logs in ``folder``, until the block ends.
 
-    ``size``: bytes that a store lends; 0: no store, whoever joins lends memory.
+    ``size``: bytes that a store lends; 0: no store, engines lend memory.
 
     Raises:
         ChildFailed: a server ended, or there was no memory in time.
