@@ -23,7 +23,7 @@ from kvpp_connectors.demo.settings import DemoSettings
 from kvpp_connectors.demo.workload import (
     EXTERNAL_HITS,
     LOCAL_HITS,
-    Answer,
+    Completion,
     read_counters,
     read_pool_bytes,
     read_samples,
@@ -40,7 +40,7 @@ _TOTALS = re.compile(r"KVPP totals: (\{.*\})")
 class ServedWave:
     """One wave: its answers through the proxy, and what the servers' counters added in it."""
 
-    answers: list[Answer]
+    answers: list[Completion]
     prefill: Counter[str]
     decode: Counter[str]
     pool: Counter[str]  # bytes saved and loaded: put, get

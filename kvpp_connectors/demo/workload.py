@@ -18,7 +18,7 @@ from kvpp_connectors.demo.children import ChildFailed
 __all__ = [
     "EXTERNAL_HITS",
     "LOCAL_HITS",
-    "Answer",
+    "Completion",
     "ask",
     "read_counters",
     "read_pool_bytes",
@@ -38,14 +38,14 @@ EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"  # tokens, by KV connect
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """Token ids of an answer, and the seconds until the first of them."""
 
     tokens: list[int]
     first_token_s: float
 
 
-async def send_wave(url: str, prompts: Sequence[list[int]], max_tokens: int) -> list[Answer]:
+async def send_wave(url: str, prompts: Sequence[list[int]], max_tokens: int) -> list[Completion]:
     """Send all prompts at once; their answers in order.
 
     Raises:
@@ -77,7 +77,7 @@ async def warm_up(url: str, most: int) -> None:
                     raise ChildFailed(f"a warm-up: HTTP {answer.status}: {await answer.text()}")
 
 
-async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> Answer:
+async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int) -> Completion:
     """Stream one completion of the session's server.
 
     Raises:
@@ -103,7 +103,7 @@ async def ask(session: aiohttp.ClientSession, prompt: list[int], max_tokens: int
             tokens += chunk
     if first is None:
         raise ChildFailed("a completion ended without a token; see the logs of the servers")
-    return Answer(tokens, first)
+    return Completion(tokens, first)
 
 
 async def read_samples(url: str) -> list[Sample]:

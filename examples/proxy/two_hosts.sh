@@ -1,25 +1,28 @@
 #!/usr/bin/env bash
-# Prefill with KVPP and decode on Ascend (vllm-ascend), the proxy on either host:
+# Prefill with KVPP on one host, decode on another, the proxy on either; CUDA or Ascend:
 #
-#   prefill host:  examples/proxy/ascend.sh prefill MODEL
-#   decode host:   examples/proxy/ascend.sh decode MODEL
-#   proxy:         examples/proxy/ascend.sh proxy PREFILL_HOST DECODE_HOST
+#   prefill host:  examples/proxy/two_hosts.sh prefill MODEL
+#   decode host:   examples/proxy/two_hosts.sh decode MODEL
+#   proxy:         examples/proxy/two_hosts.sh proxy PREFILL_HOST DECODE_HOST
 #
-# Both engines fit on one host, too: prefill's workers take the ports 37000 and up, one each, and
-# decode's 37010 and up, which is room for ten. HOST, PROXY_HOST and TP as in two_hosts_cuda.sh.
-# DEVICES are the NPUs of this engine, e.g. 0,1,2,3.
+# More engines of a kind: start more, and give `kvpp proxy` their URLs as well. The engines listen
+# on HOST (default: all addresses), so keep them in a network of their own; the proxy listens on
+# PROXY_HOST (default: 127.0.0.1). TP (8) is the number of devices of an engine, DEVICES which ones,
+# e.g. 0,1,2,3. Both engines fit on one host, too: prefill's workers take the ports 37000 and up, one
+# each, and decode's 37010 and up, which is room for ten.
 set -euo pipefail
 
-usage() { sed -n '2,11s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,12s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 ROLE=$1; shift
 HOST=${HOST:-0.0.0.0}
 TP=${TP:-8}
-[ -z "${DEVICES:-}" ] || export ASCEND_RT_VISIBLE_DEVICES=$DEVICES
+[ -z "${DEVICES:-}" ] || export CUDA_VISIBLE_DEVICES=$DEVICES ASCEND_RT_VISIBLE_DEVICES=$DEVICES
 
 case $ROLE in
 prefill)
     MODEL=$1; shift
+    # Under KVPP graphs are PIECEWISE or off.
     exec vllm serve "$MODEL" --host "$HOST" --port 8100 --tensor-parallel-size "$TP" \
         --compilation-config '{"cudagraph_mode": "PIECEWISE"}' \
         --additional-config '{"enable_kvpp": true}' \
