@@ -161,7 +161,7 @@ def clear(
         objects = f"{len(found[namespace]):,} objects, {_size(contents.bytes)}"
         if not yes and not typer.confirm(f"Remove {namespace} ({objects}) from {http.master}?"):
             raise typer.Exit(_BAD_OPTION)
-        left = _clear(http, namespace)
+        left = _clear(http, namespace, list(found[namespace]))
     if left:
         typer.echo(
             f"{left:,} objects of {namespace} are left after {_LEASES_S:.0f} s: engines use them, "
@@ -172,28 +172,30 @@ def clear(
     typer.echo(f"removed {namespace} ({objects})")
 
 
-def _clear(http: MasterHttp, namespace: str) -> int:
-    """Remove a namespace's objects as their leases end; the number that is left."""
+def _clear(http: MasterHttp, namespace: str, keys: list[str]) -> int:
+    """Remove a namespace's objects, ``keys``, as their leases end; the number that is left."""
     from kvpp_connectors.connector.host import address_towards
+    from kvpp_connectors.mooncake_admin.master_http import check_same_master
     from kvpp_connectors.pool.store.mooncake import MooncakeStore
     from kvpp_connectors.pool.store.mooncake_settings import MooncakeSettings
 
     settings = MooncakeSettings(master_server_address=str(http.master))
     host = address_towards(http.master.host, http.master.port)
-    backend = MooncakeStore(settings, host, "tcp", segment_bytes=0)
+    store = MooncakeStore(settings, host, "tcp", segment_bytes=0)
     ends = time.monotonic() + _LEASES_S
     prefix = f"{namespace}@"  # other namespaces may begin with "kvpp1@...@replicated"
     try:
-        backend.connect()
+        store.connect()
+        check_same_master(http, store, keys)
         while True:
-            backend.clear(prefix)
+            store.clear(prefix)
             listed = http.keys()
             left = sum(key.startswith(prefix) for key in listed)
             if not left or time.monotonic() > ends:
                 return left
             time.sleep(_PROBE_S)
     finally:
-        backend.close()
+        store.close()
 
 
 def _check_known(namespace: str, known: list[str]) -> None:

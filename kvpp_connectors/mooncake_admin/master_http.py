@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import random
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -11,13 +13,25 @@ import msgspec
 
 from kvpp_connectors.mooncake_admin.servers import MasterAddress
 from kvpp_connectors.pool.keys import LayerId, ObjectName, Shard, parse_key
-from kvpp_connectors.pool.store.base import PoolUnavailable
+from kvpp_connectors.pool.store.base import PoolUnavailable, Store
 
-__all__ = ["Contents", "MasterHttp", "Status", "by_namespace", "count", "status_of"]
+__all__ = [
+    "Contents",
+    "MasterHttp",
+    "Status",
+    "by_namespace",
+    "check_same_master",
+    "count",
+    "status_of",
+]
 
 T = TypeVar("T")
 
+_ASKED = "master_batch_exist_key_items_total"  # counter: keys that were asked for
+
 _KEYS_A_REQUEST = 200  # they are in the URL: some 30 KB
+_SAMPLES = 64  # objects that both ports of one master must know
+_PROBES = 512  # keys that nobody saves: the counter of one master rises by as many
 _MOST_BYTES = 1 << 30  # of an answer: the names of 7 million objects
 
 
@@ -125,6 +139,34 @@ class MasterHttp:
         )
 
 
+def check_same_master(http: MasterHttp, store: Store, keys: Sequence[str]) -> None:
+    """Check that ``store`` is a client of the master whose HTTP side listed ``keys``.
+
+    Both ports are options. What one master has listed is not to be removed from another.
+
+    Raises:
+        PoolUnavailable: it is another master, or one of the ports does not answer.
+    """
+    before = http.metrics().get(_ASKED, 0)
+    asked = [*random.sample(keys, min(_SAMPLES, len(keys))), *_probes()]
+    known = dict(zip(asked, store.exist(asked), strict=True))
+    counted = http.metrics().get(_ASKED, 0) - before
+    listed = set(http.keys())
+    foreign = [key for key, there in known.items() if not there and key in listed]
+    if foreign or counted < len(asked):
+        raise PoolUnavailable(
+            f"{http.master} and port {http.master.http_port} are not of one mooncake_master: "
+            f"of {len(asked)} keys that the first was asked for the second counted {counted}, and "
+            f"{len(foreign)} that it lists are not there. Nothing was removed. --http-port is the "
+            "--metrics_port of the master that --master names."
+        )
+
+
+def _probes() -> list[str]:
+    run = uuid.uuid4().hex
+    return [f"kvpp-probe-{run}-{number}" for number in range(_PROBES)]
+
+
 class Contents(msgspec.Struct):
     """The objects of one namespace, counted."""
 
@@ -166,7 +208,7 @@ def status_of(http: MasterHttp) -> Status:
         used_bytes=found.get("master_allocated_bytes"),
         keys=len(keys),
         other_keys=len(keys) - sum(len(names) for names in ours.values()),
-        lookups=found.get("master_batch_exist_key_items_total"),
+        lookups=found.get(_ASKED),
         reads=found.get("total_get_nums_"),
         read_hits=found.get("valid_get_nums_"),
         read_bytes=found.get("mem_cache_hit_bytes_total"),

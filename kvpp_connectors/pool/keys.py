@@ -42,8 +42,8 @@ _DEFAULT_SEED = "vllm-none-hash"
 _KEY = re.compile(
     rf"(?P<namespace>kvpp{FORMAT_VERSION}@[0-9a-f]{{{_DIGEST}}}"
     rf"@(?:kvpp|replicated)(?:-[0-9a-f]{{{_DIGEST}}})?)"
-    r"@(?P<hash>(?:[0-9a-f]{2}){8,32})@pp(?P<stage>\d+)r(?P<owner>\d+)"
-    r"(?:@(?:(?P<kind>[td])(?P<layer>\d+)|(?P<done>done)))?",
+    r"@(?P<hash>(?:[0-9a-f]{2}){8,32})@pp(?P<stage>\d{1,6})r(?P<owner>\d{1,6})"
+    r"(?:@(?:(?P<kind>[td])(?P<layer>\d{1,6})|(?P<done>done)))?",
     re.ASCII,
 )
 

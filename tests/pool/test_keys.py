@@ -217,6 +217,7 @@ def test_other_keys_are_not_taken_for_ours() -> None:
         *("", "kvpp-probe", "model@tp0@hash", namespace.prefix, key[:-1], key[1:], key + "0x"),
         *(key + "@x1", key + "@t", key + "@done@done", key + "\n", key.upper(), "x" + key),
         *(key.replace("kvpp1", "kvpp2"), key.replace("replicated", "other"), key + "@t\u0663"),
+        *(key + "@t" + "9" * 5000, key.replace("pp0", "pp" + "9" * 5000), key + "9" * 5000),
     )
     assert [text for text in strange if parse_key(text) is not None] == []
 

@@ -141,6 +141,27 @@ def test_clear_takes_one_namespace_once_its_leases_end(
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("equal", [False, True], ids=["other objects", "objects of equal names"])
+def test_clear_removes_nothing_where_the_ports_are_of_two_masters(
+    master: Master, filled: MooncakeUnderTest, equal: bool
+) -> None:
+    """It would ask one about its objects, and remove the other's."""
+    other = Master()
+    store = MooncakeUnderTest(other, packed=True)
+    try:
+        put(store.backend, *(KEYS if equal else KEYS[5:]))
+        mixed = MasterAddress(other.at.host, other.at.port, master.at.http_port)
+        result = kvpp("clear", WHOLE.prefix, "--yes", at=mixed)
+        assert result.exit_code == 1
+        assert "are not of one mooncake_master" in result.output
+        assert len(MasterHttp(master.at).keys()) == 8
+        assert len(MasterHttp(other.at).keys()) == (7 if equal else 2)
+    finally:
+        store.close()
+        other.stop()
+
+
+@pytest.mark.process
 def test_clear_names_what_there_is_for_what_there_is_not(
     master: Master, filled: MooncakeUnderTest
 ) -> None:
