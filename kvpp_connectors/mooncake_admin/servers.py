@@ -16,7 +16,7 @@ from kvpp_core.errors import KvppError
 
 __all__ = ["STORE_ENVIRONMENT", "MasterAddress", "master_command", "store_command"]
 
-# Without it Mooncake prefers any RDMA device to tcp, whatever it is told.
+# Without it Mooncake prefers any RDMA device to tcp, whatever its protocol option says.
 STORE_ENVIRONMENT: Mapping[str, str] = {"MC_FORCE_TCP": "1"}
 
 

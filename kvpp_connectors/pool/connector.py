@@ -13,7 +13,7 @@ from kvpp_connectors.connector.facts import local_device, rank_position
 from kvpp_connectors.connector.host import own_host
 from kvpp_connectors.connector.options import log_idle_keys
 from kvpp_connectors.connector.process import published
-from kvpp_connectors.pool.facts import name_objects, pool_facts
+from kvpp_connectors.pool.facts import object_namespace, pool_facts
 from kvpp_connectors.pool.lookup import Lookup
 from kvpp_connectors.pool.messages import PoolStep, PoolWorkerFacts
 from kvpp_connectors.pool.metrics import PoolConnectorStats, PoolPromMetrics
@@ -57,7 +57,7 @@ class AscendStoreConnector(ConnectorShell):
         """What the workers keep, by rank."""
         assert self._scheduler is not None
         self._scheduler.use(
-            name_objects(self._vllm_config, self._kv_cache_config, self._facts, metadata)
+            object_namespace(self._vllm_config, self._kv_cache_config, self._facts, metadata)
         )
         self._store.wait_at_start()
 
@@ -80,7 +80,7 @@ class AscendStoreConnector(ConnectorShell):
         self._scheduler.failed(connector_output.invalid_block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> PoolStep:
-        """What the workers are told in this step."""
+        """What the workers load and save in this step."""
         assert self._scheduler is not None
         return self._scheduler.build_step(scheduler_output)
 

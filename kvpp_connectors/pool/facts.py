@@ -18,7 +18,7 @@ from kvpp_connectors.pool.keys import (
 from kvpp_connectors.pool.messages import PoolWorkerFacts
 from kvpp_connectors.pool.options import PoolOptions, loads_blocks, read_pool_options
 
-__all__ = ["PoolFacts", "name_objects", "pool_facts"]
+__all__ = ["PoolFacts", "object_namespace", "pool_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def pool_facts(vllm_config: Any) -> PoolFacts:
     )
 
 
-def name_objects(
+def object_namespace(
     vllm_config: Any,
     kv_cache_config: Any,
     facts: PoolFacts,

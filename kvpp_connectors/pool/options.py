@@ -11,7 +11,7 @@ from kvpp_connectors.connector.options import contradiction, read_extra_config
 
 __all__ = ["IDLE_KEYS", "PoolOptions", "loads_blocks", "read_pool_options"]
 
-# Keys of vllm-ascend's connector that decide nothing here: taken, and told of once.
+# Keys of vllm-ascend's connector that decide nothing here: taken, and logged once.
 IDLE_KEYS = {
     "lookup_rpc_port": "the scheduler asks the store itself",
     "mooncake_rpc_port": "the scheduler asks the store itself",

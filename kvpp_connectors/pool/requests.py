@@ -37,7 +37,7 @@ class RequestState:
     local_tokens: int | None = None  # found in the local prefix cache, while it waits for blocks
     load_tried: bool = False  # in this life; a load that failed would fail again
     blocks: list[int] = field(default_factory=list)  # as of the last step it was scheduled in
-    holds: bool = False  # whether workers were told in this life to save any of its blocks
+    holds: bool = False  # whether any of its blocks was offered in this life
     _loaded: range = range(0)  # blocks that came from the pool
     _offered: int = 0  # blocks [0, _offered) were offered, or are in _loaded
     _computed: int = 0  # blocks [0, _computed) were filled by steps that have ended

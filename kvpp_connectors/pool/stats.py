@@ -1,4 +1,4 @@
-"""What happened to the pool: counters for metrics, and one log line for each kind of trouble."""
+"""What happened to the pool: counters for metrics, and one log line for each kind of failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_LINE = 1500  # characters: a batch of 1000 failed keys must not drown t
 
 
 class PoolStats:
-    """Counters by name, and which kinds of trouble were logged. For all threads of a process.
+    """Counters by name, and which kinds of failure were logged. For all threads of a process.
 
     Names: ``<operation>_<result>`` in objects, ``<operation>_bytes``, ``<operation>_us``,
     ``lookup_*``, ``breaker_*``.
@@ -62,7 +62,7 @@ class PoolStats:
         )  # fmt: skip
 
     def recovered(self) -> None:
-        """Trouble from now on is news again."""
+        """Failures from now on are logged again."""
         with self._lock:
             self._logged.clear()
 

@@ -1,7 +1,7 @@
 """Layer by layer: one object for each layer of a block, and a mark once all of them are there.
 
 A layer's load is submitted when the model reaches the layer ``prefetch`` layers before it, and has
-a fence: under KVPP the owner's broadcast of the layer waits for it, and a load that fails is told
+a fence: under KVPP the owner's broadcast of the layer waits for it, and a load that fails is known
 to all ranks with the broadcast. What the model computes from such a layer is thrown away, because
 the blocks are reported as invalid.
 """

@@ -70,7 +70,7 @@ def ask(call: Callable[[], object], keys: Sequence[str], what: str) -> list[int]
 class StoreClient(ABC):
     """What the stores have in common.
 
-    Connecting and registering may come in any order; what is registered before is told to the
+    Connecting and registering may come in any order; what is registered before is given to the
     client when it is set up.
     """
 
@@ -167,7 +167,7 @@ class StoreClient(ABC):
     @property
     @abstractmethod
     def _registers(self) -> bool:
-        """Whether the client has to be told of memory."""
+        """Whether the client has to register memory."""
 
     @abstractmethod
     def _set_up(self) -> Any:
@@ -175,7 +175,7 @@ class StoreClient(ABC):
 
     @abstractmethod
     def _register(self, client: Any, address: int, size: int) -> None:
-        """Tell a client of memory. Raises KvppError where it refuses."""
+        """Register memory with a client. Raises KvppError where it refuses."""
 
     @abstractmethod
     def _refusal(self, outcome: StoreOutcome, keys: int) -> str:

@@ -122,7 +122,7 @@ class MooncakeStore(StoreClient):
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
         """See Store."""
         outcomes = self._get(keys, buffers)
-        # The first transfer after a peer's trouble may find its connections broken, the first one
+        # The first transfer after a peer's failure may find its connections broken, the first one
         # to a peer may take longer than a short lease; the next ones not.
         again = [
             i
@@ -161,7 +161,7 @@ class MooncakeStore(StoreClient):
         return f"{outcome} (master {self._settings.master_server_address}, {keys} keys)"
 
     def _register(self, client: Any, address: int, size: int) -> None:
-        if self._engine is not None:  # which P/D has told of the caches, too
+        if self._engine is not None:  # P/D registers the caches with it, too
             self._engine.register(address, size)
             return
         code = client.register_buffer(address, size)
