@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +39,7 @@ __all__ = [
     "conclude",
     "curves_of",
     "extent",
+    "logs_aside",
     "rich_table",
     "whole_numbers",
     "wide_console",
@@ -42,6 +47,7 @@ __all__ = [
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
+_TAIL = 25  # lines of a log that are shown
 _WIDTH = 140  # columns, where the output is not a terminal
 _FORMATS = ("--json", "--markdown")  # options that do not change the figures
 
@@ -146,7 +152,8 @@ def conclude(
     """Measure and print. Exit code 1 if a result is wrong."""
     commit, date = read_commit(), _now()  # at the start: the checkout may change meanwhile
     load, started = os.getloadavg()[0], time.perf_counter()
-    figures = measure()
+    with logs_aside(name):
+        figures = measure()
     run = Run(
         name=name,
         command=_command(sys.argv[1:]),
@@ -166,6 +173,36 @@ def conclude(
         typer.echo(f"WRONG: {problem}", err=True)
     if figures.problems():
         raise typer.Exit(1)
+
+
+@contextmanager
+def logs_aside(name: str) -> Iterator[None]:
+    """What this process and its children print while the block runs goes to a log.
+
+    Engines, Mooncake and ranks of gloo write there; the report has the tables alone. If the block
+    fails, the end of the log is shown, and its path.
+    """
+    with ExitStack() as stack:
+        log = Path(tempfile.mkdtemp(prefix=f"kvpp-bench-{name}-")) / "log"
+        file = stack.enter_context(log.open("ab"))
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            stack.callback(_restore, os.dup(number), number)
+            os.dup2(file.fileno(), number)
+        try:
+            yield
+        except BaseException:
+            stack.close()
+            lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
+            typer.echo("\n".join([f"{name} failed. The end of {log}:", *lines]), err=True)
+            raise
+    shutil.rmtree(log.parent)
+
+
+def _restore(saved: int, number: int) -> None:
+    (sys.stdout, sys.stderr)[number - 1].flush()
+    os.dup2(saved, number)
+    os.close(saved)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
