@@ -1,8 +1,8 @@
-"""Which blocks hold history in a step, and a mirror of every request's blocks that tells it.
+"""The active blocks of a step, found by a mirror of every request's blocks.
 
 Section 2.3 of the specification: a forward pass with previously computed tokens in any actual
-request broadcasts; others do not. The mirror is fed from the scheduler's output, which is the
-same on every rank, so all ranks of a group get the same answer (S8).
+request broadcasts; others do not. The mirror follows the scheduler's output, which is the
+same on every rank, so all ranks of a group find the same blocks (S8).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class History:
 
     @classmethod
     def of(cls, blocks: Sequence[int], num_blocks: int) -> History:
-        """From block ids, sorted and unique.
+        """The history of block ids, sorted and unique.
 
         Raises:
             PlanError: an id is outside the pool.
@@ -51,13 +51,13 @@ def find_runs(blocks: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request of a step. ``block_ids`` replaces what is known, or is appended to it."""
+    """One request of a step. ``block_ids`` replaces its known blocks or is appended to them."""
 
     request_id: str
     block_ids: Sequence[int]
     computed_tokens: int  # tokens computed before this step
     new_tokens: int  # tokens computed in this step
-    replaces: bool  # a new or resumed request: the ids are all it has
+    replaces: bool  # a new or resumed request: these are all its blocks
 
     @property
     def is_decode(self) -> bool:
@@ -67,7 +67,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What the scheduler decided for one step."""
+    """The scheduler's output for one step."""
 
     requests: Sequence[ScheduledRequest] = ()
     finished: Collection[str] = field(default_factory=frozenset)

@@ -1,12 +1,12 @@
-"""Does MemCache work on this machine, by way of this project's backend? For a machine with an NPU.
+"""Check MemCache on a machine with an NPU, through this project's store.
 
     python examples/memcache/check.py                        # NPU 0 saves and loads
     python examples/memcache/check.py --second-device 1      # and NPU 1, in another process, loads
     python examples/memcache/check.py --dry                  # without an NPU: lookups alone
 
 It starts a MetaService (or uses the one of --config), lends memory to the pool, and moves blocks of
-known bytes: from caches into the pool and back into poisoned caches, as an engine does. It prints a
-line for each step and ends with 0 if all of them were as expected. See docs/pool.md.
+known bytes from caches into the pool and back into poisoned caches, as an engine does. It prints a
+line per step; exit code 0 if all were as expected. See docs/pool.md.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SAVED = "SAVED"  # the saver's last line: its objects are there until its input 
 
 
 class Report:
-    """Steps as lines on standard output."""
+    """Prints steps as lines, and counts failed ones."""
 
     def __init__(self) -> None:
         self.failed = 0
 
     def step(self, good: bool, what: str, seen: str) -> None:
-        """One step and what was seen."""
+        """Print one step and what was seen."""
         self.failed += not good
         print(f"{'ok    ' if good else 'FAILED'}  {what:<58} {seen}", flush=True)
 
@@ -58,7 +58,7 @@ class Caches:
         ]
 
     def fill(self) -> None:
-        """Bytes that no other row has."""
+        """Fill each row with bytes that no other row has."""
         for layer, cache in enumerate(self.layers):
             cache.copy_(_pattern(layer, *cache.shape))
         _wait(self.layers[0])
@@ -72,7 +72,7 @@ class Caches:
         )
 
     def buffers(self, layers: int) -> list[Buffer]:
-        """Of each block, its rows in the first so many layers."""
+        """The buffers of all blocks: their rows in the first ``layers`` layers."""
         blocks, row = self.layers[0].shape
         return [
             Buffer(tuple(c[b].data_ptr() for c in self.layers[:layers]), (row,) * layers)
@@ -91,7 +91,7 @@ def _wait(cache: torch.Tensor) -> None:
 
 
 def save(backend: MemCacheStore, keys: Sequence[str], caches: Caches, report: Report) -> None:
-    """Blocks go into the pool, once."""
+    """Save blocks into the pool, twice; the second time they are there."""
     caches.fill()
     buffers = caches.buffers(len(caches.layers))
     report.step(not any(backend.exist(keys)), "a lookup before the save finds nothing", "")
@@ -103,7 +103,7 @@ def save(backend: MemCacheStore, keys: Sequence[str], caches: Caches, report: Re
 
 
 def load(backend: MemCacheStore, keys: Sequence[str], caches: Caches, report: Report) -> None:
-    """Blocks come back into poisoned caches, byte for byte; what cannot come is told."""
+    """Load blocks into poisoned caches, byte for byte; loads that must fail report why."""
     buffers = caches.buffers(len(caches.layers))
     _moved(report, "load", StoreResult.LOADED, buffers, lambda: backend.get(keys, buffers))
     wrong = caches.wrong_rows()
@@ -142,7 +142,7 @@ _MOVES = (StoreResult.STORED, StoreResult.LOADED)
 
 
 def scheduler(options: argparse.Namespace) -> Report:
-    """Process without memory: asks only, as vLLM's scheduler does."""
+    """A process that only looks up, as vLLM's scheduler does."""
     report = Report()
     backend = MemCacheStore(MemoryKind.HOST, 0, moves_data=False)
     backend.connect()
@@ -155,7 +155,7 @@ def scheduler(options: argparse.Namespace) -> Report:
 
 
 def worker(options: argparse.Namespace) -> Report:
-    """Process with an NPU: saves and loads, or only loads what another one saved."""
+    """A process with an NPU: saves and loads, or only loads what another has saved."""
     report = Report()
     if options.memory == "npu":
         import torch_npu  # noqa: F401 -- gives torch its npu device
@@ -237,7 +237,7 @@ def _listens(port: int) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Start the processes one after the other; how many did not end well."""
+    """Start the processes one after the other; the number of failed ones."""
     keys = [f"kvpp1@check@{os.getpid()}@{block}" for block in range(options.blocks)]
     with ExitStack() as stack:
         config = options.config
@@ -247,29 +247,29 @@ def run(options: argparse.Namespace) -> int:
         print(f"        configuration: {config}", flush=True)
 
         def child(role: str, device: int, expect: int = 0) -> subprocess.Popen[str]:
-            told = vars(options) | {"role": role, "device": device, "expect": expect, "keys": keys}
+            own = {"role": role, "device": device, "expect": expect, "keys": keys}
             return subprocess.Popen(
-                [sys.executable, __file__, "--child", json.dumps(told, default=str)],
+                [sys.executable, __file__, "--child", json.dumps(vars(options) | own, default=str)],
                 env=os.environ | {CONFIG_VARIABLE: str(config)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
 
-        failed = _ended_badly(child("scheduler", 0), options)
+        failed = _end_child(child("scheduler", 0), options)
         if options.dry or failed:
             return failed
         saver = child("saver", options.device)
         stack.callback(saver.kill)
         if _waits(saver, options):
-            failed += _ended_badly(child("scheduler", 0, expect=options.blocks), options)
+            failed += _end_child(child("scheduler", 0, expect=options.blocks), options)
             if options.second_device is not None:
-                failed += _ended_badly(child("loader", options.second_device), options)
-        return failed + _ended_badly(saver, options)
+                failed += _end_child(child("loader", options.second_device), options)
+        return failed + _end_child(saver, options)
 
 
 def _waits(process: subprocess.Popen[str], options: argparse.Namespace) -> bool:
-    """Show its steps, until it waits with its objects (True) or ends."""
+    """Print a child's steps until it holds its saved objects (True) or ends (False)."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(SAVED):
@@ -279,8 +279,8 @@ def _waits(process: subprocess.Popen[str], options: argparse.Namespace) -> bool:
     return False
 
 
-def _ended_badly(process: subprocess.Popen[str], options: argparse.Namespace) -> int:
-    """Let it end, and show its steps; 1 if one of them failed."""
+def _end_child(process: subprocess.Popen[str], options: argparse.Namespace) -> int:
+    """End a child and print its steps; 1 if one of them failed."""
     assert process.stdin is not None
     process.stdin.close()
     _waits(process, options)
@@ -298,7 +298,7 @@ def as_child(options: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """The command line's options."""
     assert __doc__ is not None
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -319,13 +319,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """0: all as expected."""
+    """Run the check; the exit code."""
     options = parser().parse_args()
     if options.child:
         return as_child(argparse.Namespace(**json.loads(options.child)))
     failed = run(options)
     again = "" if options.verbose else "; --verbose shows MemCache's own log lines"
-    print("all as expected" if not failed else f"{failed} processes met something else{again}")
+    print("all as expected" if not failed else f"{failed} processes failed{again}")
     return int(failed > 0)
 
 

@@ -87,8 +87,8 @@ def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
     size = sum(region.block_bytes * region.num_blocks for region in found.regions)
     yield Finding("keeps", f"{len(found.regions)} components, {size:,} bytes")
     for region in found.regions:
-        words = f"{region.num_blocks:,} blocks of {region.block_bytes:,} bytes"
-        yield Finding(f"  {region.name}", words)
+        text = f"{region.num_blocks:,} blocks of {region.block_bytes:,} bytes"
+        yield Finding(f"  {region.name}", text)
 
 
 def _broadcast() -> Finding:
@@ -198,8 +198,8 @@ def _adapter(kind: str) -> Iterator[Finding]:
     hooks = installed_hooks()
     if is_v023() and sources.text("vllm_ascend") is None:
         checked = tuple(hook for hook in hooks if Part.NPU not in hook.needed_by)
-        words = f"{len(hooks) - len(checked)} more, of vllm-ascend, which is not installed"
-        yield Finding("hooks not checked", words)
+        text = f"{len(hooks) - len(checked)} more, of vllm-ascend, which is not installed"
+        yield Finding("hooks not checked", text)
         hooks = checked
     missing = missing_hooks(hooks, sources)
     yield Finding(
@@ -223,8 +223,8 @@ def _connectors() -> Iterator[Finding]:
             yield Finding(name, str(error), False, f"this vLLM lacks what {module} needs")
             continue
         also = name in KVConnectorFactory._registry
-        words = "named by kv_connector_module_path; another of this name is registered"
-        yield Finding(name, f"{found.__module__}.{found.__name__}", True, words if also else "")
+        text = "named by kv_connector_module_path; another of this name is registered"
+        yield Finding(name, f"{found.__module__}.{found.__name__}", True, text if also else "")
 
 
 def _cpu() -> Iterator[Finding]:
