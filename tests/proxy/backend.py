@@ -1,4 +1,4 @@
-"""Stub back-ends: real HTTP servers on loopback that answer as they are told to.
+"""Stub back-ends: real HTTP servers on loopback that answer as each test defines.
 
 A back-end plays its ``script`` first, one entry per request, then its ``usual`` answer for ever.
 """
@@ -125,7 +125,7 @@ _COUNT = itertools.count()
 
 
 def offer(**more: Any) -> Answer:
-    """Prefill's usual answer: transfer data that no other prefill has given."""
+    """Prefill's usual answer: transfer data that no other prefill has."""
 
     async def answer(
         backend: Backend, request: web.Request, received: Received
@@ -154,7 +154,7 @@ def chunk(text: str) -> bytes:
 
 
 async def answers(backend: Backend, request: web.Request, received: Received) -> web.StreamResponse:
-    """Decode's usual answer: "hello" and "world", streamed if it was asked for."""
+    """Decode's usual answer: "hello" and "world", streamed if the request says so."""
     if not received.body.get("stream"):
         return web.json_response({"choices": [{"text": "hello world", "finish_reason": "stop"}]})
     return await events(chunk("hello"), chunk("world"), DONE)(backend, request, received)

@@ -25,7 +25,7 @@ async def gone(task: asyncio.Task[Any]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @looped
 async def test_a_client_that_leaves_during_prefill(stream: bool) -> None:
-    """Prefill's call is cancelled; decode is never asked; there is nothing to release yet."""
+    """Prefill's call is cancelled; decode gets no request; there is nothing to release yet."""
     async with world() as w:
         w.p[0].usual = hang
         asking = w.asking(stream=stream)
@@ -35,13 +35,13 @@ async def test_a_client_that_leaves_during_prefill(stream: bool) -> None:
         await w.comes_true("requests_total", 1.0, outcome="client_gone")
         assert w.d[0].received == []
         assert w.releases == []
-        assert len(w.p[0].received) == 1  # and nothing is tried again for nobody
+        assert len(w.p[0].received) == 1  # and there is no retry without a client
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @looped
 async def test_a_client_that_leaves_before_decodes_first_byte(stream: bool) -> None:
-    """Decode's call is cancelled and the transfer given back, once."""
+    """Decode's call is cancelled and the transfer released, once."""
     async with world(decodes=2) as w:
         for node in w.d:
             node.usual = hang
@@ -57,7 +57,7 @@ async def test_a_client_that_leaves_before_decodes_first_byte(stream: bool) -> N
 
 @looped
 async def test_a_client_that_leaves_in_the_middle_of_a_stream() -> None:
-    """Decode's call is cancelled, so that it stops to generate, and the transfer given back."""
+    """Decode's call is cancelled, so that it stops to generate, and the transfer released."""
     first_is_there = asyncio.Event()
     async with world() as w:
         w.d[0].usual = events(chunk("hello"), then=stand_still)

@@ -39,7 +39,7 @@ def error_event(code: int) -> bytes:
 
 
 def bounds(leg: str, seconds: float) -> dict[str, Any]:
-    """Short bounds for one leg; the other one must not meet any on a busy machine."""
+    """Short bounds for one leg; the other one must reach none on a busy machine."""
     decode = ("decode_first_byte_timeout", "decode_timeout")
     return dict.fromkeys(("prefill_timeout",) if leg == "prefill" else decode, seconds)
 
@@ -49,7 +49,7 @@ def node_of(w: World, leg: str, number: int = 0) -> Backend:
     return (w.p if leg == "prefill" else w.d)[number]
 
 
-def asked(w: World, leg: str) -> int:
+def request_count(w: World, leg: str) -> int:
     """How many requests a leg's nodes have had."""
     return sum(len(node.received) for node in (w.p if leg == "prefill" else w.d))
 
@@ -79,7 +79,7 @@ async def fail_first(w: World, leg: str, failure: Answer) -> None:
 async def test_a_4xx_is_forwarded_unchanged_and_not_retried(
     status: int, leg: str, stream: bool
 ) -> None:
-    """Status, message and what belongs to them; and the other node is not asked."""
+    """Status, message and what belongs to them; and the other node gets no request."""
     async with world(2, 2) as w:
         headers = {"Retry-After": "17", "WWW-Authenticate": "Bearer"}
         for node in (node_of(w, leg), node_of(w, leg, 1)):
@@ -88,8 +88,8 @@ async def test_a_4xx_is_forwarded_unchanged_and_not_retried(
         assert got.status == status
         assert got.json == MESSAGE
         assert {name: got.headers[name] for name in headers} == headers
-        assert asked(w, leg) == 1
-        assert asked(w, "prefill") == 1
+        assert request_count(w, leg) == 1
+        assert request_count(w, "prefill") == 1
         assert await w.metric("requests_total", outcome="refused") == 1
         assert await w.metric("retries_total", leg=leg) == 0
         assert await w.metric("node_healthy", leg=leg, node=node_of(w, leg).url) == 1
@@ -149,7 +149,7 @@ async def test_a_failure_before_the_first_chunk_is_mended_by_another_node(
         assert got.status == 200
         assert b"hello" in got.body and b"world" in got.body
         assert [len(node.received) for node in (w.p if leg == "prefill" else w.d)] == [1, 1]
-        assert asked(w, "prefill") == 2
+        assert request_count(w, "prefill") == 2
         assert await w.metric("retries_total", leg=leg) == 1
         assert await w.metric("requests_total", outcome="ok") == 1
 
@@ -174,7 +174,7 @@ async def test_a_failure_that_nothing_mends_names_leg_and_node_and_what_happened
         start = f"{leg} on {node.url} failed: "
         assert got.error["message"].startswith(start)
         assert len(got.error["message"]) > len(start) + 10
-        assert asked(w, leg) == 2
+        assert request_count(w, leg) == 2
         assert await w.metric("requests_total", outcome="failed") == 1
 
 
@@ -195,7 +195,7 @@ async def test_a_clients_error_inside_the_stream_gets_its_status() -> None:
         w.d[0].usual = events(ROLE, error_event(400), DONE)
         got = await w.ask(stream=True)
         assert (got.status, got.error["message"]) == (400, "no cache")
-        assert asked(w, "decode") == 1
+        assert request_count(w, "decode") == 1
 
 
 def assert_cut(got: Got, *texts: str) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def assert_cut(got: Got, *texts: str) -> dict[str, Any]:
 
 
 async def garbage(request: web.Request) -> None:
-    """Bytes that are no HTTP where a chunk should be. aiohttp's parser then tells no reader."""
+    """Bytes that are no HTTP instead of a chunk. aiohttp reports them to no reader."""
     assert isinstance(request.transport, asyncio.WriteTransport)
     request.transport.write(b"zz\r\nno chunk\r\n")
     await asyncio.Event().wait()
@@ -232,7 +232,7 @@ LATE_FAILURES: dict[str, tuple[bytes, Ending]] = {
 async def test_a_failure_after_the_first_chunk_ends_the_stream_with_an_error_event(
     name: str,
 ) -> None:
-    """Whole events, then the error; no [DONE], no further try, the transfer is given back."""
+    """Whole events, then the error; no [DONE], no further try, the transfer is released."""
     timed_out = name in ("hang", "garbage")
     bound: dict[str, Any] = {"stream_idle_timeout": 0.5} if timed_out else {}
     gate = asyncio.Event()
@@ -244,7 +244,7 @@ async def test_a_failure_after_the_first_chunk_ends_the_stream_with_an_error_eve
         assert error["node"] in {node.url for node in w.d}
         assert error["message"].startswith(f"decode on {error['node']} failed: ")
         assert error["code"] == (504 if timed_out else 502)
-        assert asked(w, "decode") == 1
+        assert request_count(w, "decode") == 1
         await until(lambda: w.releases == w.offered)
         assert await w.metric("requests_total", outcome="cut") == 1
 

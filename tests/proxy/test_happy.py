@@ -143,7 +143,7 @@ async def test_nothing_is_released_after_a_request_that_went_well() -> None:
 async def test_prefill_that_offers_nothing_lets_decode_recompute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Logged with the request's id and counted; decode is not told to fetch anything."""
+    """Logged with the request's id and counted; decode gets no transfer to pull."""
     async with world() as w:
         for params in (None, {}, "text", {"do_remote_prefill": False}):
             w.p[0].script.append(offer(kv_transfer_params=params))
@@ -158,7 +158,7 @@ async def test_prefill_that_offers_nothing_lets_decode_recompute(
 
 @looped
 async def test_decode_does_not_use_what_an_aborted_prefill_offers() -> None:
-    """Field report 8.3: prefill did not finish, so its cache is incomplete. It is given back."""
+    """Field report 8.3: prefill did not finish, so its cache is incomplete. It is released."""
     async with world() as w:
         choice = {"text": "", "finish_reason": "abort"}
         params = {"do_remote_prefill": True, "remote_request_id": "aborted"}

@@ -90,7 +90,7 @@ async def test_a_refused_connection_takes_a_node_out_without_waiting_for_a_probe
     async with world(decodes=2, probe_interval=600.0) as w:
         await w.d[0].stop()
         await w.ask()
-        await w.ask()  # one of the two met the dead node
+        await w.ask()  # one of the two reaches the dead node
         assert await w.metric("node_healthy", leg="decode", node=w.d[0].url) == 0
         assert await w.metric("retries_total", leg="decode") == 1
         for _ in range(4):

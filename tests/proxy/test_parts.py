@@ -104,7 +104,7 @@ def test_a_node_leaves_after_two_slow_probes_in_a_row_or_one_refusal() -> None:
 
 
 def test_a_node_that_failed_a_request_is_its_last_choice_only() -> None:
-    """With others it is avoided, however much they have to do; alone it is asked again."""
+    """With others it is avoided, however much they have to do; alone it is tried again."""
     pool = NodePool(Leg.DECODE, ["http://a", "http://b"])
     a, b = pool.nodes
     a.mark_up()

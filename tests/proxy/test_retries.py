@@ -25,7 +25,7 @@ FAILING: dict[str, Answer] = {
 @pytest.mark.parametrize("name", FAILING)
 @looped
 async def test_a_further_try_of_decode_has_a_prefill_of_its_own(name: str, stream: bool) -> None:
-    """8.2: what decode may have read is never sent again, and is given back. Even at one node."""
+    """8.2: what decode may have read is never sent again, and is released. Even at one node."""
     bounds: dict[str, Any] = {}
     if name == "hang":
         bounds = {"decode_first_byte_timeout": 0.7, "decode_timeout": 0.7}
@@ -121,7 +121,7 @@ async def test_decode_that_dies_while_prefill_runs_is_not_waited_for() -> None:
     """2.2 (a), (d): prefill has finished and decode was never used: an explicit release."""
     gate = asyncio.Event()
     params = {"do_remote_prefill": True, "remote_request_id": "unused"}
-    async with world(probe_interval=30.0) as w:  # nobody but the request itself looks
+    async with world(probe_interval=30.0) as w:  # only the request itself probes
         w.p[0].script.append(gated(gate, offer(kv_transfer_params=params)))
         asking = w.asking()
         await until(lambda: w.p[0].received)

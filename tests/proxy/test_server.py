@@ -174,7 +174,7 @@ async def test_a_signal_lets_running_requests_end_and_takes_no_new_ones(number: 
 
 
 async def refuses(client: aiohttp.ClientSession, url: str) -> None:
-    """Wait until nobody listens there."""
+    """Wait until the port is closed."""
     async with asyncio.timeout(BOUND_S):
         while True:
             try:

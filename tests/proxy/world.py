@@ -74,11 +74,11 @@ class World:
     d: list[Backend]
     url: str
     client: aiohttp.ClientSession
-    releases: list[dict[str, Any]]  # parameters that were given back, in that order
+    releases: list[dict[str, Any]]  # parameters of released transfers, in order
     runner: web.AppRunner
 
     async def ask(self, path: str = "/v1/completions", **body: Any) -> Got:
-        """A completion, not streamed unless asked for."""
+        """A completion, not streamed by default."""
         return await self.post(path, {"prompt": "hi", "max_tokens": 7, **body})
 
     async def stream(self, first_is_there: asyncio.Event, **body: Any) -> Got:

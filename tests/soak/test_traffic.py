@@ -1,6 +1,6 @@
 """What clients make of answers, and what counts as a leak: each kind of error is seen.
 
-The server is a real one that answers as it is told; nothing is computed.
+The server is a real one that answers as each test defines; nothing is computed.
 """
 
 from __future__ import annotations
