@@ -86,7 +86,13 @@ REFUSED = {
     "memcache without its file": ["connector-settings"],
     "mooncake without its file": ["connector-settings"],
 }
-ONLY_ASKED_FOR = {"PCP": f"{FIRST.rstrip()} --prefill-context-parallel-size 2"}  # not by vLLM here
+OTHERS = {
+    "PCP": f"{FIRST.rstrip()} --prefill-context-parallel-size 2",
+    "no word of graphs": FIRST.replace(
+        '--compilation-config \'{"cudagraph_mode":"PIECEWISE"}\'', ""
+    ),
+    "level 1": FIRST.replace('--compilation-config \'{"cudagraph_mode":"PIECEWISE"}\'', "-O1"),
+}
 
 # One process for all lines. It prints, for each, what the launch says and what `kvpp check` does.
 PROGRAM = """
@@ -152,7 +158,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     lines = {}
     for kind, model in MODELS.items():
         path = _write(folder / kind, model)
-        for name, line in (LINES | ONLY_ASKED_FOR).items():
+        for name, line in (LINES | OTHERS).items():
             one_line = line.replace("\\\n", " ").replace("<model-path>", str(path))
             lines[f"{name}; {kind}"] = shlex.split(one_line)
     environment = {
@@ -207,3 +213,13 @@ def test_pcp_is_judged_for_platforms_that_have_it(found: Mapping[str, Any], plat
     """vLLM itself refuses it on this machine's."""
     assert found["PCP; MLA"][platform] == []
     assert "prefill context parallel" in found["PCP; MLA"]["check"]
+
+
+def test_vllms_default_graph_mode_is_the_platforms(found: Mapping[str, Any]) -> None:
+    """Full graphs where there are any; PIECEWISE at the optimization level below."""
+    said = found["no word of graphs; MLA"]
+    assert said["check"] == said["launch"] == said["cpu"] == []
+    for platform in ("cuda", "ascend"):
+        (problem,) = said[platform]
+        assert "[no-full-graphs] --compilation-config.cudagraph_mode = FULL_AND_PIECEW" in problem
+        assert found["level 1; MLA"][platform] == []

@@ -128,6 +128,8 @@ def test_all_problems_are_in_one_error(llama_model: Path) -> None:
         {"kvpp_size": 2},
         {"kvpp": {"staging_bytes": "32MiB"}},
         {"enable_kvpp": False, "kvpp": {"brodcast": "auto"}},
+        {"Enable_KVPP": True},
+        {"enable_kvpp": False, "metrics_port": 9400},
     ],
     ids=json.dumps,
 )
@@ -136,6 +138,47 @@ def test_bad_keys_are_refused_even_where_kvpp_would_be_off(
 ) -> None:
     """A typing error must not start an engine that silently lacks KVPP."""
     assert len(refuse(mla_model, additional_config).problems) == 1
+
+
+@pytest.mark.parametrize("name", ["MooncakeConectorV2", "AscendStoreConector", "MultiConector"])
+def test_a_misspelt_connector_is_refused_even_where_kvpp_is_off(mla_model: Path, name: str) -> None:
+    """vLLM itself would say so later, and without the nearest name."""
+    transfer = {"kv_connector": name, "kv_role": "kv_producer"}
+    (problem,) = refuse(mla_model, {}, kv_transfer_config=transfer).problems
+    assert (problem.rule, problem.value) == ("connector-names", name)
+    assert "Did you mean" in problem.remedy
+
+
+def test_vllms_own_connectors_are_left_alone(mla_model: Path) -> None:
+    """One of them is named almost like ours."""
+    transfer = {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}
+    config = engine_config(mla_model, {}, kv_transfer_config=transfer)
+    assert config.kv_transfer_config.kv_connector_module_path is None
+    assert config.parallel_config.worker_cls == PLATFORM_WORKER
+    assert not hasattr(config.device_config, "kvpp_accepted")
+
+
+@pytest.mark.parametrize("port", [-5, 65535, 65537])
+@pytest.mark.parametrize("switch", [ON, {}], ids=["on", "off"])
+def test_ports_that_are_none_are_refused(
+    mla_model: Path, switch: dict[str, Any], port: int
+) -> None:
+    transfer = {**json.loads(GUIDE_P2P), "kv_port": port}
+    (problem,) = refuse(mla_model, switch, kv_transfer_config=transfer).problems
+    assert (problem.rule, problem.option) == ("port-range", "kv_transfer_config.kv_port")
+
+
+def test_speculation_without_a_cache_is_taken(mla_model: Path) -> None:
+    """N-grams of the prompt: the proposer has no model, so there is nothing to keep apart."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    config = engine_config(
+        mla_model,
+        ON,
+        speculative_config=speculation,
+        kv_transfer_config=json.loads(GUIDE_P2P),
+    )
+    assert config.parallel_config.worker_cls == KVPP_WORKERS["cpu"]
+    assert launch_from_vllm(config).draft_uses_mla is True
 
 
 def test_a_switch_that_cannot_be_read_does_not_hide_the_other_problems(mla_model: Path) -> None:
