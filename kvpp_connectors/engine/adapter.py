@@ -70,12 +70,10 @@ class Adapter032:
     """vLLM 0.32: one buffer, each layer's cache at an offset."""
 
     def __init__(self, worker: Any) -> None:
-        """See `VllmAdapter`."""
         self._worker = worker
 
     @property
     def layers(self) -> dict[str, Any]:
-        """See `VllmAdapter`."""
         layers: dict[str, Any] = self._worker.compilation_config.static_forward_context
         return layers
 

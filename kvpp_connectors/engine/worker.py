@@ -74,11 +74,11 @@ class KvppWorkerMixin:
     # For ``collective_rpc``, which reaches every rank between the same two steps.
 
     def kvpp_stats(self) -> dict[str, Any]:
-        """See `KvppRank.stats`."""
+        """This rank's counters: steps, broadcasts, bytes, and exposed waits in seconds."""
         return self._kvpp_rank.stats()
 
     def kvpp_layout(self) -> dict[str, Any]:
-        """See `KvppRank.describe_layout`."""
+        """This rank's layout: owned layers, blocks, and bytes per block."""
         return self._kvpp_rank.describe_layout()
 
     def kvpp_set_broadcast(self, policy: str) -> None:

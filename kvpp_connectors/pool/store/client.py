@@ -87,7 +87,6 @@ class StoreClient(ABC):
         self._calls = 0  # that are in the client
 
     def connect(self) -> None:
-        """See Store."""
         with self._connecting:
             if self._closing.is_set():
                 raise PoolUnavailable(f"the {self._book.store} client is closed")
@@ -102,7 +101,6 @@ class StoreClient(ABC):
             self.exist([PROBE])
 
     def register(self, address: int, size: int) -> None:
-        """See Store."""
         if not self._registers:
             return
         with self._naming:  # a set-up that hangs, as MemCache's may, holds nobody here
@@ -114,7 +112,6 @@ class StoreClient(ABC):
             self._regions[address] = size
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See Store."""
         if not keys:
             return []
         with self.client() as client:

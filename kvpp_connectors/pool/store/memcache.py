@@ -107,7 +107,6 @@ class MemCacheStore(StoreClient):
         self._new_client = client or new_client
 
     def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         self._check_role("save")
         try:
             there = self.exist(keys)
@@ -126,7 +125,6 @@ class MemCacheStore(StoreClient):
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         self._check_role("load")
         starts, sizes = [list(b.addresses) for b in buffers], [list(b.sizes) for b in buffers]
         codes = self._call(

@@ -102,7 +102,6 @@ class MooncakeStore(StoreClient):
         return self._protocol == "tcp"
 
     def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         try:
             there = self.exist(keys)
         except PoolUnavailable as error:
@@ -120,7 +119,6 @@ class MooncakeStore(StoreClient):
         return outcomes
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         outcomes = self._get(keys, buffers)
         # The first transfer after a peer's failure may find its connections broken, the first one
         # to a peer may take longer than a short lease; the next ones not.

@@ -69,12 +69,10 @@ class ResilientStore:
 
     @property
     def name(self) -> str:
-        """See Store."""
         return self._store.name
 
     @property
     def packed(self) -> bool:
-        """See Store."""
         return self._store.packed
 
     @property
@@ -101,11 +99,9 @@ class ResilientStore:
         self._store.connect()
 
     def register(self, address: int, size: int) -> None:
-        """See Store."""
         self._store.register(address, size)
 
     def exist(self, keys: Sequence[str]) -> list[bool]:
-        """See Store."""
         self._refuse_if_open()
         started = time.perf_counter()
         try:
@@ -121,11 +117,9 @@ class ResilientStore:
         return found
 
     def put(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         return self._move("put", self._store.put, keys, buffers)
 
     def get(self, keys: Sequence[str], buffers: Sequence[Buffer]) -> list[StoreOutcome]:
-        """See Store."""
         return self._move("get", self._store.get, keys, buffers)
 
     def close(self) -> None:
