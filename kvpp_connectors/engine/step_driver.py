@@ -23,7 +23,7 @@ __all__ = ["StepDriver"]
 
 
 @dataclass(slots=True)
-class _Step:
+class _WorkerStep:
     """The step that runs, from its announcement to its end."""
 
     scheduled: ScheduledStep
@@ -63,7 +63,7 @@ class StepDriver:
         self._loads = loads
         self._spans = spans
         self._owner_decode = owner_decode
-        self._step: _Step | None = None
+        self._step: _WorkerStep | None = None
 
     def announce(self, scheduled: ScheduledStep) -> None:
         """The scheduler's decision for the step whose forward is to come.
@@ -75,7 +75,7 @@ class StepDriver:
         if scheduled.requests:  # an engine with saves under way steps without any
             self._spans.begin_step(began)
         self.history.observe(scheduled)
-        self._step = _Step(scheduled, began)
+        self._step = _WorkerStep(scheduled, began)
 
     def begin(self) -> None:
         """The model's forward starts, after the runner has copied and zeroed blocks.
@@ -140,7 +140,7 @@ class StepDriver:
         self._step = None
         self.pipeline.abort()
 
-    def _record(self, step: _Step) -> None:
+    def _record(self, step: _WorkerStep) -> None:
         if self._spans.on:
             requests = step.scheduled.requests
             self._spans.add(
