@@ -18,6 +18,7 @@ import pytest
 from kvpp_connectors.pool.facts import PoolFacts
 from kvpp_connectors.pool.keys import Namespace, Topology
 from kvpp_connectors.pool.lookup import Lookup
+from kvpp_connectors.pool.messages import BlockJob, Life, PoolStep
 from kvpp_connectors.pool.scheduler import PoolScheduler
 from kvpp_connectors.pool.stats import PoolStats
 from tests.core.rank_memory import RankMemory, uneven_model
@@ -150,6 +151,40 @@ def test_an_object_that_was_evicted_is_put_again(tmp_path: Path, layerwise: bool
         engine.run("second", local=BLOCKS)
         assert engine.stored == BLOCKS
         assert not others.reached.is_set()
+
+
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+def test_a_mark_does_not_stand_for_layers_that_are_gone(tmp_path: Path, which: int) -> None:
+    """Lookups keep marks alive, and not what they stand for: layers are evicted before them."""
+    opened = MemCacheStandInStore(tmp_path)
+    store = FaultyStore(opened.backend)
+    with engine_of(store, layerwise=True) as engine:
+        engine.run("first")
+        gone = layer_keys(opened, HASHES[1])[which]
+        opened.remove(gone)
+        engine.run("second", local=BLOCKS)
+        assert store.exist([gone]) == [True]
+
+
+def test_a_layer_that_a_load_has_missed_is_put_again(tmp_path: Path) -> None:
+    """Whichever it is: the block is computed anew, although its mark is there."""
+    opened = MemCacheStandInStore(tmp_path)
+    store = FaultyStore(opened.backend)
+    with engine_of(store, layerwise=True) as engine:
+        engine.run("first")
+        gone = layer_keys(opened, HASHES[1])[2]
+        opened.remove(gone)
+        job = BlockJob(Life("second", 9), tuple(range(BLOCKS)), tuple(HASHES))
+        engine.worker.start(PoolStep(NAMESPACE, loads=[job]))
+        assert engine.worker.take_invalid_blocks() == {1}
+        engine.worker.start(PoolStep(NAMESPACE, saves=[job], ended=[job.life]))
+        wait_until(lambda: engine.worker.finished()[0] == {"second"}, WAIT_S, "saved")
+        assert store.exist([gone]) == [True]
+
+
+def layer_keys(store: MemCacheStandInStore, block_hash: bytes) -> list[str]:
+    """Of the layers of a block that are stored, in the order in which they were."""
+    return [key for key in store.pool.objects if f"@{block_hash.hex()}@pp0r0@t" in key]
 
 
 @LAYERWISE

@@ -8,7 +8,8 @@ the blocks are reported as invalid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 
@@ -28,6 +29,9 @@ from kvpp_core.layout import RankLayout
 from kvpp_core.trace import Lane
 
 __all__ = ["LayerStores", "Layerwise"]
+
+
+_MOST_MISSED = 1 << 16  # hashes of 32 bytes
 
 
 class LayerStores:
@@ -59,15 +63,27 @@ class LayerStores:
         objects = [o for job in jobs for o in job.objects(key)]
         return self._traced(Lane.LOAD, layer, lambda: self._stores[layer].load(objects))
 
-    def save(self, namespace: Namespace, job: BlockJob) -> None:
-        """Save all layers of the blocks that have no mark, then the marks of those that are
-        whole."""
+    def save(
+        self, namespace: Namespace, job: BlockJob, missed: Collection[bytes] = frozenset()
+    ) -> None:
+        """Save the blocks that are not whole in the store, layer after layer, then their marks.
+
+        A mark alone proves nothing: lookups keep it alive, and not the layers. So its first and
+        last layer are asked for, too, and a block that a load has ``missed`` is saved anyway.
+        """
         if not self._stores:
             return
         shard = self._share.shard
         marks = {found: namespace.commit_key(found, shard) for found in job.hashes}
-        there = self._marks.there(list(marks.values()))
-        job = job.where(lambda _, found: marks[found] not in there)
+        ends = {self.layers[0], self.layers[-1]}
+        proofs = {
+            found: [mark, *(namespace.layer_key(found, shard, layer) for layer in ends)]
+            for found, mark in marks.items()
+            if found not in missed
+        }
+        there = self._marks.there([key for keys in proofs.values() for key in keys])
+        whole_there = {found for found, keys in proofs.items() if there.issuperset(keys)}
+        job = job.where(lambda _, found: found not in whole_there)
         whole = [True] * len(job.blocks)
         for layer, store in self._stores.items():
             objects = job.objects(_key_of(namespace, shard, layer))
@@ -86,6 +102,32 @@ class LayerStores:
     ) -> list[StoreOutcome]:
         name, index = ("draft", None) if layer.draft else (None, layer.index)
         return self._share.traced(lane, move, self._stores[layer].object_bytes, name, index)
+
+
+class _MissedBlocks:
+    """Hashes of blocks that loads did not bring, until they are saved again. For all threads.
+
+    Bounded: what is forgotten is taken for whole while its mark and its outer layers are there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hashes: dict[bytes, None] = {}  # the oldest first
+
+    def add(self, hashes: Iterable[bytes]) -> None:
+        """A load did not bring them."""
+        with self._lock:
+            self._hashes.update(dict.fromkeys(hashes))
+            while len(self._hashes) > _MOST_MISSED:
+                del self._hashes[next(iter(self._hashes))]
+
+    def pop(self, hashes: Iterable[bytes]) -> set[bytes]:
+        """Those that were missed; they are about to be saved."""
+        with self._lock:
+            found = {each for each in hashes if each in self._hashes}
+            for each in found:
+                del self._hashes[each]
+            return found
 
 
 class Layerwise(LoadMode):
@@ -117,6 +159,7 @@ class Layerwise(LoadMode):
         self._fences: dict[int, Future[None]] = {}
         self._waiting: list[int] = []  # layers of this rank that are not submitted yet
         self._invalid_blocks: set[int] = set()
+        self._missed = _MissedBlocks()
         if self._broadcasts:
             offer_layer_loads(self)
 
@@ -139,7 +182,7 @@ class Layerwise(LoadMode):
 
     def save(self, namespace: Namespace, job: BlockJob, copied: Callable[[], object]) -> None:
         """Layer after layer: the blocks are read until the end."""
-        self._writer.save(namespace, job)
+        self._writer.save(namespace, job, self._missed.pop(job.hashes))
 
     def finished(self) -> EndedLoads:
         """None runs between steps."""
@@ -202,6 +245,7 @@ class Layerwise(LoadMode):
         layer, name the blocks that did not come, complete its fence."""
         assert self._namespace is not None
         blocks = [block for job in self._jobs for block in job.blocks]
+        hashes = [found for job in self._jobs for found in job.hashes]
         outcomes = [NOT_RUN] * len(blocks)
         try:
             if self._ready is not None:
@@ -210,6 +254,7 @@ class Layerwise(LoadMode):
         finally:
             bad = [(b, o) for b, o in zip(blocks, outcomes, strict=True) if not o.ok]
             self._invalid_blocks |= {block for block, _ in bad}
+            self._missed.add(h for h, o in zip(hashes, outcomes, strict=True) if not o.ok)
             if bad:
                 fence.set_exception(LoadFailed(f"{len(bad)} blocks of {layer.tag}: {bad[0][1]}"))
             else:
