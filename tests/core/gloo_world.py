@@ -1,4 +1,4 @@
-"""Real gloo ranks in spawned processes, kept alive so that many scenarios share one start.
+"""Real gloo ranks in processes of their own, kept alive so that many scenarios share one start.
 
 A scenario is a module-level function whose first argument is its `Rank`. Whatever a scenario
 does, `GlooWorld.run` returns or raises within a bound: a rank that is stuck or has died is named,
@@ -21,18 +21,23 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import CONTEXT
+
 __all__ = ["BOUND", "GlooWorld", "Rank", "RankFailure"]
 
 BOUND = 60.0  # seconds that one scenario, or the start of a small world, may take by default
 START = 20.0  # seconds for each rank of a large world: on a busy machine all share one core
 GRACE = 15.0  # seconds that the other ranks get to end by themselves once one has failed
+
+# A forked rank pays for no imports; an accelerator's runtime does not outlive a fork.
+_CONTEXT = multiprocessing.get_context("spawn") if torch.accelerator.is_available() else CONTEXT
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -59,7 +64,7 @@ class _Answer(NamedTuple):
 
 
 class _Child(NamedTuple):
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     stacks: Path
 
@@ -105,11 +110,10 @@ class GlooWorld:
 
     def _start(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="gloo-world-"))
-        context = multiprocessing.get_context("spawn")
         for rank in range(self._size):
-            here, there = context.Pipe()
+            here, there = multiprocessing.Pipe()
             stacks = self._directory / f"stacks-{rank}.txt"
-            process = context.Process(
+            process = _CONTEXT.Process(
                 target=_serve,
                 args=(Rank(rank, self._size), self._directory / "store", stacks, there),
                 name=f"gloo-rank-{rank}",

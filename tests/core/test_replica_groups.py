@@ -87,7 +87,7 @@ EIGHT_RANKS = (*TWO_GROUPS_OF_FOUR, Grid(dp=2, pp=2, pcp=2))
 ALL_GRIDS = (*ONE_REPLICA, *TWO_GROUPS_OF_TWO, *EIGHT_RANKS)
 
 
-eight_processes = pytest.mark.process  # starting them takes half a minute of CPU
+eight_processes = pytest.mark.process  # more than the cores of most machines
 
 
 @pytest.fixture(scope="module")
