@@ -6,6 +6,7 @@ vLLM asks its worker for these one after the other; `kvpp_connectors.engine.work
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -50,20 +51,26 @@ class KvppRank:
         self._worker = worker
         self._adapter = adapter
         self.options = adapter.options(options)
-        self.group = groups.create(
-            worker.parallel_config.tensor_parallel_size,
-            worker.parallel_config.prefill_context_parallel_size,
-            worker.device,
-            # A receiver waits for the owner's load and for the bytes.
-            options.transfer_timeout_s + options.load_timeout_s,
-        )
-        self._metrics = self._serve_metrics()
-        self._staging = allocate_staging(options.staging_bytes, worker.device).view(torch.int8)
-        self._device = make_device(worker.device.type, options.transfer_timeout_s)
-        self._cost = self._find_cost()
         self.spans = SpanRecorder()
         self._exchange: HeadExchange | None = None
         self.driver: StepDriver | None = None  # once the caches are there
+        with ExitStack() as opened:  # closed again where a later part does not start
+            self.group = groups.create(
+                worker.parallel_config.tensor_parallel_size,
+                worker.parallel_config.prefill_context_parallel_size,
+                worker.device,
+                # A receiver waits for the owner's load and for the bytes.
+                options.transfer_timeout_s + options.load_timeout_s,
+            )
+            opened.callback(self.group.close)
+            self._metrics = self._serve_metrics()
+            if self._metrics is not None:
+                opened.callback(self._metrics.close)
+            staging = allocate_staging(options.staging_bytes, worker.device)
+            self._staging = staging.view(torch.int8)
+            self._device = make_device(worker.device.type, options.transfer_timeout_s)
+            self._cost = self._find_cost()
+            opened.pop_all()
 
     def budget(self, available: int) -> int:
         """The bytes that the KVPP capacity would take without KVPP (section 2.2).
