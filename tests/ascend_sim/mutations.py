@@ -68,8 +68,8 @@ MUTATIONS = [
         "S4",
         "the launch does not wait for a load",
         ACCELERATOR,
-        "        await_fence(fence, timeout)\n",
-        "",
+        "            await_fence(fence, timeout)\n",
+        "            pass\n",
         LATE_LOAD,
     ),
     Mutation(

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 
-from kvpp_connectors.engine import rank
+from kvpp_connectors.engine import groups, rank
 from kvpp_connectors.engine.adapter import Adapter032
 from kvpp_connectors.launch.options import KvppOptions
 from kvpp_core.errors import KvppError, TransferTimeout
@@ -33,7 +33,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch, ports: Callable[[int], Sequence[int]]) -> Group:
     """The group that a worker makes."""
     made = Group()
-    monkeypatch.setattr(rank.groups, "create", lambda *args: made)
+    monkeypatch.setattr(groups, "create", lambda *args: made)
     monkeypatch.setattr(rank, "own_host", lambda: "127.0.0.1")
     return made
 
