@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpp_connectors.connector.transfer_engine import TransferEngine
     from kvpp_connectors.p2p.messages import PullResult
     from kvpp_connectors.p2p.protocol import Description, Reply, Request, WorkerAddress
-    from kvpp_connectors.p2p.transfer_params import Offer
+    from kvpp_connectors.p2p.transfer_params import TransferParams
 
 __all__ = ["BOUND", "LAYERS", "WINDOW", "DecodeRank", "Shape", "Source"]
 
@@ -80,9 +80,9 @@ class Source(WorkerProcess):
         description: Description = self.call(shape)
         return description
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransferParams:
         """Transfer params of a request that is ready to be pulled."""
-        offer: Offer = self.call("offer")
+        offer: TransferParams = self.call("offer")
         return offer
 
 
@@ -91,30 +91,33 @@ class DecodeRank:
 
     def __init__(self, shape: Shape, reader: int = 0, readers: int = 1) -> None:
         from kvpp_connectors.connector.transfer_engine import TransferEngine
-        from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
         from kvpp_connectors.p2p.peer_sharing import Sharing
         from kvpp_connectors.p2p.protocol import WorkerAddress
+        from kvpp_connectors.p2p.pull_worker import PullSettings, PullWorker
         from kvpp_connectors.p2p.rpc import ControlServer
 
         self._shape = shape
         self.engine = TransferEngine(HOST, "tcp")
         buffer = _buffer(self.engine, shape.pool_bytes, fill=0)
         self.caches, self.own = _caches(self.engine, buffer, shape, f"rank {reader}")
-        settings = PullerSettings("decode", reader, readers, None, ANSWER_S, BOUND, WINDOW, 1)
+        settings = PullSettings("decode", reader, readers, None, ANSWER_S, BOUND, WINDOW, 1)
         sharing = Sharing(self.own, None, ANSWER_S, BOUND) if readers > 1 else None
-        self._puller: Puller = Puller(self.own, self.engine, settings, sharing)
+        self._pull_worker: PullWorker = PullWorker(self.own, self.engine, settings, sharing)
         self._server = ControlServer(HOST, 0, None, self._answer, what="decode rank", option="")
         self.address: WorkerAddress = WorkerAddress(HOST, self._server.port, self.own.epoch)
 
     def start(
-        self, offer: Offer, ticket: bytes | None = None, group: Sequence[WorkerAddress] = ()
+        self,
+        offer: TransferParams,
+        ticket: bytes | None = None,
+        group: Sequence[WorkerAddress] = (),
     ) -> None:
         """Begin a pull."""
         from kvpp_connectors.p2p.messages import Pull
 
         named = {} if ticket is None else {"ticket": ticket}
         shape = self._shape
-        self._puller.submit(
+        self._pull_worker.submit(
             Pull("request", offer, tuple(shape.remote), tuple(shape.local), **named), group
         )
 
@@ -126,7 +129,7 @@ class DecodeRank:
             TimeoutError: it did not end.
         """
         deadline = time.monotonic() + BOUND
-        while not (results := self._puller.take_results()):
+        while not (results := self._pull_worker.take_results()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the pull did not end within {BOUND:g} s")
             time.sleep(_LOOK)
@@ -155,14 +158,14 @@ class DecodeRank:
 
     def close(self) -> None:
         """Stop its threads."""
-        self._puller.close()
+        self._pull_worker.close()
         self._server.close()
 
     def _answer(self, request: Request) -> Reply:
         from kvpp_connectors.p2p.protocol import Noted, ShareEnded
 
         if isinstance(request, ShareEnded):
-            self._puller.hear(request)
+            self._pull_worker.on_peer_status(request)
             return Noted()
         return self.own
 
@@ -201,7 +204,7 @@ class _Prefill:
         self._book = LeaseBook(BOUND)
         self._offers = self._shapes = 0
         self._worker = ControlServer(HOST, 0, None, self._describe, what="worker", option="")
-        self._lease = ControlServer(HOST, 0, None, self._judge, what="lease", option="")
+        self._lease = ControlServer(HOST, 0, None, self._grant_or_end, what="lease", option="")
 
     def use(self, shape: Shape) -> Description:
         """Lay the caches out in a new epoch, so that nobody reads at old addresses."""
@@ -210,18 +213,22 @@ class _Prefill:
         self._description = _caches(self._engine, self._buffer, shape, epoch)[1]
         return self._description
 
-    def offer(self) -> Offer:
+    def offer(self) -> TransferParams:
         """Transfer params of a request that is ready to be pulled."""
         from kvpp_connectors.p2p.protocol import WorkerAddress
-        from kvpp_connectors.p2p.transfer_params import OFFER_VERSION, Offer, OfferDetails
+        from kvpp_connectors.p2p.transfer_params import (
+            PARAMS_VERSION,
+            TransferLease,
+            TransferParams,
+        )
 
         assert self._description is not None
         self._offers += 1
         name = f"transfer {self._offers}"
         generation = self._book.grant(name, name, time.monotonic())
         workers = [WorkerAddress(HOST, self._worker.port, self._description.epoch)]
-        details = OfferDetails(OFFER_VERSION, name, generation, workers)
-        return Offer("source", HOST, self._lease.port, [[]], 0, 16, details)
+        details = TransferLease(PARAMS_VERSION, name, generation, workers)
+        return TransferParams("source", HOST, self._lease.port, [[]], 0, 16, details)
 
     def close(self) -> None:
         """Stop answering."""
@@ -232,10 +239,10 @@ class _Prefill:
         assert self._description is not None
         return self._description
 
-    def _judge(self, request: Request) -> Reply:
-        from kvpp_connectors.p2p.judge import judge
+    def _grant_or_end(self, request: Request) -> Reply:
+        from kvpp_connectors.p2p.lease import answer
 
-        return judge(self._book, request, BOUND, time.monotonic())
+        return answer(self._book, request, BOUND, time.monotonic())
 
 
 def _serve(parent: Connection, size: int) -> None:

@@ -68,8 +68,8 @@ def examine() -> Iterator[Finding]:
 
 def examine_peer(peer: str, key_file: str | None) -> Iterator[Finding]:
     """What a prefill worker publishes in its handshake."""
+    from kvpp_connectors.p2p.lease_client import describe
     from kvpp_connectors.p2p.options import P2pOptions, read_key
-    from kvpp_connectors.p2p.outside import describe
     from kvpp_core.errors import KvppError
 
     host, _, port = peer.rpartition(":")

@@ -49,8 +49,8 @@ def proxy(
     kv_transfer_params for decode (NIXL, vllm-ascend). Ends on SIGTERM or Ctrl-C after
     the running requests. Exit code 1: cannot listen; 2: an option is wrong.
     """
+    from kvpp_connectors.p2p.lease_client import LeaseReleaser
     from kvpp_connectors.p2p.options import P2pOptions, read_key
-    from kvpp_connectors.p2p.outside import LeaseReleaser
     from kvpp_connectors.proxy.app import serve
     from kvpp_connectors.proxy.options import ProxyOptions
     from kvpp_core.errors import KvppError

@@ -22,6 +22,7 @@ __all__ = [
     "CachePlan",
     "byte_rows",
     "cache_plan",
+    "heads_first",
     "kept_rows",
     "layer_name",
     "part_name",
@@ -117,7 +118,7 @@ def byte_rows(name: str, view: torch.Tensor, num_blocks: int, block_bytes: int) 
             f"a block of {name!r} is not in one piece: shape {tuple(view.shape)}, strides "
             f"{view.stride()}; set VLLM_KV_CACHE_LAYOUT=LBNHC"
         )
-    if pages > 1 and _heads_first(view):
+    if pages > 1 and heads_first(view):
         raise KvppError(
             f"a block of {name!r} is {pages} blocks of the attention kernel, each with its heads "
             "first: a peer with other kernels has other bytes; set VLLM_KV_CACHE_LAYOUT=LBNHC, or "
@@ -142,7 +143,7 @@ def layer_name(part: str) -> str:
 
 
 def single_tensors(caches: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Every cache tensor by a name of its own, from what a connector is given for each layer."""
+    """Every cache tensor by a name of its own, from what vLLM passes for each layer."""
     return {
         name: tensor
         for layer, cache in caches.items()
@@ -193,7 +194,8 @@ def _is_dense(block: torch.Tensor) -> bool:
     return True
 
 
-def _heads_first(view: torch.Tensor) -> bool:
+def heads_first(view: torch.Tensor) -> bool:
+    """Whether the tokens of a head follow each other within a block; False for one head."""
     return (
         view.dim() > _TOKENS
         and view.shape[_HEADS] > 1

@@ -16,7 +16,7 @@ _EVERY_INTERFACE = ("", "*", "0.0.0.0", "::")
 
 
 def is_every_interface(host: str) -> bool:
-    """Whether ``host`` means all interfaces of a host: nobody can be told to connect to it."""
+    """Whether ``host`` means all interfaces of a host: no peer can connect to it."""
     return host.strip("[] ") in _EVERY_INTERFACE
 
 

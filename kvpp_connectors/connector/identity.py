@@ -64,14 +64,14 @@ class ModelIdentity:
 
     def __str__(self) -> str:
         """One line of less than 512 characters: `differences` compares two of them."""
-        return "; ".join(f"{name}={value}" for name, value in self._words().items())
+        return "; ".join(f"{name}={value}" for name, value in self._values().items())
 
-    def _words(self) -> dict[str, str]:
-        words = {f.name: str(getattr(self, f.name)) for f in fields(self)}
-        words["name"] = _shortened(self.name)
-        words["weights"] = self.weights or _NOT_KNOWN
-        words["draft"] = "none" if self.draft is None else str(self.draft)
-        return words
+    def _values(self) -> dict[str, str]:
+        values = {f.name: str(getattr(self, f.name)) for f in fields(self)}
+        values["name"] = _shortened(self.name)
+        values["weights"] = self.weights or _NOT_KNOWN
+        values["draft"] = "none" if self.draft is None else str(self.draft)
+        return values
 
     @staticmethod
     def differences(ours: str, theirs: str) -> list[tuple[str, str, str]]:
@@ -79,7 +79,7 @@ class ModelIdentity:
 
         Where we have no draft model it does not matter whether they have one.
         """
-        mine, other = _words_of(ours), _words_of(theirs)
+        mine, other = _values_of(ours), _values_of(theirs)
         if mine.get("draft") == "none":
             other["draft"] = "none"
         return [
@@ -209,15 +209,15 @@ def _plain_dtype(dtype: Any) -> str:
 
 
 def _shortened(name: str) -> str:
-    """A name without what parts the words of an identity, and of bounded length."""
+    """A name without what separates the values of an identity, and of bounded length."""
     name = name.replace("; ", ";")
     if len(name) <= _LONGEST_NAME:
         return name
     return f"...{name[-_LONGEST_NAME // 2 :]}#{canonical_digest(name)}"
 
 
-def _words_of(identity: str) -> dict[str, str]:
-    pairs = (word.partition("=") for word in identity.split("; "))
+def _values_of(identity: str) -> dict[str, str]:
+    pairs = (value.partition("=") for value in identity.split("; "))
     return {name: value for name, _, value in pairs}
 
 

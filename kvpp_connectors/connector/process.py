@@ -81,8 +81,8 @@ def published(vllm_config: Any) -> KvppFacts:
     Raises:
         KvppError: the launch has KVPP on, and another package's: what it keeps is not known here.
     """
-    given = vllm_config.additional_config
-    on = isinstance(given, dict) and given.get(SWITCH) is True
+    additional = vllm_config.additional_config
+    on = isinstance(additional, dict) and additional.get(SWITCH) is True
     if on and _PROCESS.facts.layout is None:
         raise KvppError(
             f"additional_config.{SWITCH} is on, but this worker's KVPP is not that of "

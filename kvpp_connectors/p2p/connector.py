@@ -19,7 +19,7 @@ from kvpp_connectors.p2p.metrics import P2pConnectorStats, P2pPromMetrics
 from kvpp_connectors.p2p.options import IDLE_KEYS
 from kvpp_connectors.p2p.protocol import WorkerAddress
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.worker import WorkerSide
+from kvpp_connectors.p2p.worker import P2pWorker
 
 __all__ = ["MooncakeConnectorV2"]
 
@@ -35,11 +35,11 @@ class MooncakeConnectorV2(ConnectorShell):
         facts = p2p_facts(vllm_config)
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
-        self._worker: WorkerSide | None = None
+        self._worker: P2pWorker | None = None
         self._counted: Counter[str] = Counter()
         if role == KVConnectorRole.WORKER:
             plan = cache_plan(kv_cache_config, published(vllm_config).layout)
-            self._worker = WorkerSide(facts, rank_position(), plan, _over_pcp)
+            self._worker = P2pWorker(facts, rank_position(), plan, _over_pcp)
             return
         log_idle_keys(vllm_config.kv_transfer_config.kv_connector_extra_config, IDLE_KEYS)
         if facts.produces:
@@ -54,9 +54,9 @@ class MooncakeConnectorV2(ConnectorShell):
     ) -> None:
         """The workers' endpoints, by rank."""
         if self._prefill is not None:
-            self._prefill.meet_workers(metadata)
+            self._prefill.set_handshakes(metadata)
         if self._decode is not None:
-            self._decode.meet_workers(metadata)
+            self._decode.set_handshakes(metadata)
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
@@ -79,10 +79,10 @@ class MooncakeConnectorV2(ConnectorShell):
             self._decode.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        """What the workers are told in this step."""
+        """Orders to the workers for this step."""
         step = StepMetadata()
         if self._prefill is not None:
-            step.let_go = self._prefill.take_let_go()
+            step.released = self._prefill.pop_released()
         if self._decode is not None:
             step.pulls, step.cancelled = self._decode.take_step()
             step.groups = self._decode.groups if step.pulls else {}
@@ -96,7 +96,7 @@ class MooncakeConnectorV2(ConnectorShell):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended: whether its blocks must stay, and what decode is told."""
+        """A request ended: whether its blocks must stay, and the params for decode."""
         if self._decode is not None:
             self._decode.ended(request)
         if self._prefill is None or not ended_well(request):
@@ -124,7 +124,7 @@ class MooncakeConnectorV2(ConnectorShell):
         """Leases that are over, pulls that have ended, pulls that failed."""
         assert self._worker is not None
         received, failed = self._worker.finished()
-        sent = set(self._step().let_go)
+        sent = set(self._step().released)
         return TransferResults(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -1,12 +1,12 @@
 """Leases: how long a prefill engine keeps a finished request's blocks for decode, and for whom.
 
-One `LeaseBook` lives in the prefill engine's scheduler process. It is the only judge: what a reader
-has read counts if the book calls the confirmation valid, and blocks are handed out again only after
-the book has let them go. Unknown, late and repeated messages are legal and change nothing.
+One `LeaseBook` lives in the prefill engine's scheduler process and decides alone: what a reader has
+read counts if the book calls the confirmation valid, and blocks are handed out again only after the
+lease has ended. Unknown, late and repeated messages are legal and change nothing.
 
-    grant ──▶ HELD ── every reader confirmed ──▶ let go ("read")
-                  ├── release ─────────────────▶ let go ("released: ...")
-                  └── expiry ──────────────────▶ let go ("expired")
+    grant ──▶ HELD ── every reader confirmed ──▶ ended ("read")
+                  ├── release ─────────────────▶ ended ("released: ...")
+                  └── expiry ──────────────────▶ ended ("expired")
 
 Clocks are the book's own (seconds, monotonic); ``now`` is passed in.
 """
@@ -16,9 +16,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-__all__ = ["Ended", "LeaseBook"]
+from kvpp_connectors.p2p.protocol import (
+    Confirm,
+    Gone,
+    Granted,
+    Open,
+    Refused,
+    Release,
+    Released,
+    Renew,
+    Reply,
+    Request,
+    Valid,
+)
 
-_REMEMBERED = 4096  # leases that are over and can still be told why
+__all__ = ["Ended", "LeaseBook", "answer"]
+
+_REMEMBERED = 4096  # leases that are over, of which the reason is still known
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,7 @@ class LeaseBook:
             self._end(transfer_id, "released", f"released: {reason}")
 
     def expire(self, now: float) -> None:
-        """Let go of every lease whose time is over."""
+        """End every lease whose time is over."""
         for transfer_id in [t for t, lease in self._held.items() if lease.expires <= now]:
             self._end(transfer_id, "expired", "expired")
 
@@ -175,3 +189,21 @@ class LeaseBook:
         )
         while len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
+
+
+def answer(book: LeaseBook, request: Request, seconds: float, now: float) -> Reply:
+    """What the endpoint of a lease book answers."""
+    match request:
+        case Open(transfer, generation, party, readers):
+            why = book.open(transfer, generation, party, readers, now)
+            return Gone(why) if why else Granted(seconds)
+        case Renew(transfer, generation, party):
+            why = book.renew(transfer, generation, party, now)
+            return Gone(why) if why else Granted(seconds)
+        case Confirm(transfer, generation, party, reader):
+            why = book.confirm(transfer, generation, party, reader, now)
+            return Gone(why) if why else Valid()
+        case Release(transfer, generation, party, reason):
+            book.release(transfer, generation, party, reason, now)
+            return Released()
+    return Refused("a lease endpoint; workers describe themselves at kv_port")

@@ -13,17 +13,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvpp_connectors.p2p.protocol import TICKET, WorkerAddress
-from kvpp_connectors.p2p.transfer_params import Offer
+from kvpp_connectors.p2p.transfer_params import TransferParams
 
 __all__ = ["Pull", "PullResult", "StepMetadata", "WorkerHandshake"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """One request's KV to fetch: ``remote_blocks[i]`` of the offer into ``local_blocks[i]``."""
+    """One request's KV to pull: ``remote_blocks[i]`` of prefill into ``local_blocks[i]``."""
 
     request_id: str
-    offer: Offer
+    params: TransferParams
     remote_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
     # Names this pull among the ranks of the engine, and proves that its scheduler made it.
@@ -49,7 +49,7 @@ class StepMetadata(KVConnectorMetadata):
 
     pulls: list[Pull] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # request ids whose pull nobody waits for
-    let_go: list[str] = field(default_factory=list)  # request ids whose lease is over
+    released: list[str] = field(default_factory=list)  # request ids whose lease is over
     groups: dict[int, list[WorkerAddress]] = field(default_factory=dict)
     """The decode workers of each pipeline stage, which share their pulls; where they do."""
 

@@ -1,10 +1,10 @@
-"""How the ranks of a decode group share a pull: each pulls its share, and takes the others' shares.
+"""How the ranks of a decode group share a pull: each pulls its share, and reads the other shares.
 
-There is no collective and no order among ranks or pulls. A rank whose share has arrived says so to
-the others, which read it from that rank's memory over the transfer engine; a share that is not
-handed over in bounded time is pulled from prefill. vLLM frees a request's blocks only when every
-rank has reported the end of its pull, so that a rank's blocks stay what they are while others read
-them. docs/p2p_protocol.md, "Sharing".
+There is no collective and no order among ranks or pulls. A rank whose share has arrived reports it
+to the others, which read it from that rank's memory over the transfer engine; a share that is not
+there in bounded time is pulled from prefill. vLLM frees a request's blocks only when every rank has
+reported the end of its pull, so that a rank's blocks stay what they are while others read them.
+docs/p2p_protocol.md, "Sharing".
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvpp_connectors.p2p.protocol import (
 from kvpp_connectors.p2p.read_plan import split_shares
 from kvpp_connectors.p2p.rpc import ControlClient, PeerUnreachable, ask_once
 
-__all__ = ["NOT_SHARED", "Board", "PeerFailed", "Share", "Sharing", "Taken"]
+__all__ = ["NOT_SHARED", "PeerFailed", "PeerPull", "PeerStatus", "Share", "Sharing"]
 
 logger = get_logger(__name__)
 
 _DISTRUST = 30.0  # seconds in which a rank that did not keep its part is not waited for
-_EARLY = 4096  # pulls that others may speak of before they are known here
-_WORDS = 1024  # words that wait for one rank
+_EARLY = 4096  # pulls of which others may report before they are known here
+_MOST_WAITING = 1024  # messages that wait for one rank
 
 
 class PeerFailed(Exception):
@@ -53,8 +53,8 @@ class Share:
 
 
 @dataclass(slots=True)
-class Taken:
-    """What the others handed over, and the components that have to come from prefill."""
+class PeerPull:
+    """What was read from other ranks, and the components that have to come from prefill."""
 
     bytes: int = 0
     left: list[Region] = field(default_factory=list)
@@ -63,14 +63,14 @@ class Taken:
 
 NOT_SHARED = Share((), 0, [])
 
-Take = Callable[[Description, list[Region]], tuple[int, str | None]]
+ReadFromPeer = Callable[[Description, list[Region]], tuple[int, str | None]]
 """Reads components from a rank; the bytes, and what went wrong if not all are there."""
 
 
-class Board:
-    """What other ranks said of their shares, by pull. For several threads.
+class PeerStatus:
+    """How the shares of other ranks ended, by pull. For several threads.
 
-    A rank may speak before this one knows of the pull; such words are kept, the oldest go first.
+    A rank may report before this one knows of the pull: such reports are kept, the oldest go first.
     """
 
     def __init__(self) -> None:
@@ -83,16 +83,16 @@ class Board:
         with self._changed:
             self._known[ticket] = self._early.pop(ticket, {})
 
-    def note(self, word: ShareEnded) -> None:
-        """A rank's word. The first one counts; it may be repeated."""
+    def note(self, report: ShareEnded) -> None:
+        """A rank's report. The first one counts; it may be repeated."""
         with self._changed:
-            words = self._known.get(word.ticket)
-            if words is None:
-                words = self._early.setdefault(word.ticket, {})
+            reports = self._known.get(report.ticket)
+            if reports is None:
+                reports = self._early.setdefault(report.ticket, {})
                 while len(self._early) > _EARLY:
                     self._early.popitem(last=False)
-            if len(words) < _EARLY:
-                words.setdefault(word.member, word.problem)
+            if len(reports) < _EARLY:
+                reports.setdefault(report.member, report.problem)
             self._changed.notify_all()
 
     def wait(
@@ -105,11 +105,11 @@ class Board:
         """What is known of ``members``, as soon as it is anything; nothing at the deadline."""
         with self._changed:
             while True:
-                words = self._known.get(ticket, {})
-                said = {member: words[member] for member in members if member in words}
+                reports = self._known.get(ticket, {})
+                ended = {member: reports[member] for member in members if member in reports}
                 seconds = deadline - time.monotonic()
-                if said or seconds <= 0 or stop() is not None:
-                    return said
+                if ended or seconds <= 0 or stop() is not None:
+                    return ended
                 self._changed.wait(seconds)
 
     def wake(self) -> None:
@@ -123,42 +123,42 @@ class Board:
             self._known.pop(ticket, None)
 
 
-class _Messenger:
-    """Carries words to one rank on a thread of its own: a dead rank holds up nobody else."""
+class _PeerNotifier:
+    """Sends reports to one rank on a thread of its own: a dead rank holds up nobody else."""
 
     def __init__(self, address: WorkerAddress, key: bytes | None, timeout: float) -> None:
         self._client = ControlClient(address.host, address.port, key, timeout)
         self._timeout = timeout
-        self._words: queue.SimpleQueue[ShareEnded | None] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[ShareEnded | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = start_thread(
-            f"kvpp words to {self._client.name}",
+            f"kvpp share reports to {self._client.name}",
             self._run,
             "that rank pulls this rank's shares from prefill, each after a wait",
         )
 
-    def send(self, word: ShareEnded) -> None:
+    def send(self, report: ShareEnded) -> None:
         """Returns at once."""
-        if self._words.qsize() < _WORDS:
-            self._words.put(word)
+        if self._reports.qsize() < _MOST_WAITING:
+            self._reports.put(report)
         else:
             logger.warning(
-                "%s hears nothing: %d words wait for it, one more is dropped; it pulls from "
-                "prefill what it does not hear of",
+                "%s answers nothing: %d reports wait for it, one more is dropped; it pulls from "
+                "prefill what was not reported to it",
                 self._client.name,
-                _WORDS,
+                _MOST_WAITING,
             )
 
     def close(self) -> None:
         """Stop; what was not sent is not sent any more."""
         self._closed.set()
-        self._words.put(None)
+        self._reports.put(None)
         self._thread.join(3 * self._timeout)
 
     def _run(self) -> None:
-        while (word := self._words.get()) is not None and not self._closed.is_set():
+        while (report := self._reports.get()) is not None and not self._closed.is_set():
             try:
-                reply = self._client.ask(word)
+                reply = self._client.ask(report)
             except PeerUnreachable as error:
                 logger.warning("a share was not announced: %s", error)
                 continue
@@ -176,10 +176,10 @@ class Sharing:
         self._own, self._key = own, key
         self._timeout, self._wait = control_timeout, share_wait
         self._lock = threading.Lock()
-        self._messengers: dict[WorkerAddress, _Messenger] = {}
-        self._met: dict[WorkerAddress, Description] = {}
+        self._notifiers: dict[WorkerAddress, _PeerNotifier] = {}
+        self._described: dict[WorkerAddress, Description] = {}
         self._distrusted: dict[WorkerAddress, float] = {}  # until when
-        self.board = Board()
+        self.status = PeerStatus()
 
     def share(self, group: Sequence[WorkerAddress]) -> Share:
         """Who pulls what. `NOT_SHARED` where there is nobody to share with."""
@@ -192,84 +192,84 @@ class Sharing:
 
     def announce(self, share: Share, ticket: bytes, problem: str | None) -> None:
         """Tell the group that this rank's share is there, or why it never will be."""
-        word = ShareEnded(ticket, share.member, problem[:500] if problem else problem)
+        report = ShareEnded(ticket, share.member, problem[:500] if problem else problem)
         for at, address in enumerate(share.group):
             if at != share.member:
-                self._messenger(address).send(word)
+                self._notifier(address).send(report)
 
-    def take(
+    def pull(
         self,
         share: Share,
         ticket: bytes,
         own_seconds: float,
-        read: Take,
+        read: ReadFromPeer,
         stop: Callable[[], str | None],
-    ) -> Taken:
-        """Take the others' shares as they get ready.
+    ) -> PeerPull:
+        """Read the others' shares as they get ready.
 
         A rank is waited for ``share_wait_s`` and as long as this rank's own share took; after that,
         where its memory cannot be read, and when ``stop`` gives a reason, its components are left
-        for prefill: every component of the others is either taken or left.
+        for prefill: every component of the others is either read or left.
 
         Raises:
-            PeerFailed: a rank said that it cannot end this pull.
+            PeerFailed: a rank ended that it cannot end this pull.
         """
         started = time.monotonic()
         deadline = started + own_seconds + self._wait
-        taken, waiting = Taken(), dict(share.others)
+        pulled, waiting = PeerPull(), dict(share.others)
         for member in [m for m in waiting if self._is_distrusted(share.group[m])]:
-            self._leave(taken, waiting.pop(member))
+            self._leave(pulled, waiting.pop(member))
         while waiting:
-            said = self.board.wait(ticket, waiting, deadline, stop)
-            self._check(share, said)
-            for member in said:
-                self._take_one(taken, share.group[member], waiting.pop(member), read, stop)
-            if not said:
+            ended = self.status.wait(ticket, waiting, deadline, stop)
+            self._check(share, ended)
+            for member in ended:
+                self._pull_one(pulled, share.group[member], waiting.pop(member), read, stop)
+            if not ended:
                 break
         for member, regions in waiting.items():
             if stop() is None:
-                problem = f"no word of its share for {time.monotonic() - started:.1f} s"
+                problem = f"no report of its share for {time.monotonic() - started:.1f} s"
                 self._distrust(share.group[member], problem)
-            self._leave(taken, regions)
-        return taken
+            self._leave(pulled, regions)
+        return pulled
 
     def close(self) -> None:
-        """Stop talking."""
+        """Stop reporting."""
         with self._lock:
-            messengers, self._messengers = self._messengers, {}
-        for messenger in messengers.values():
-            messenger.close()
+            notifiers, self._notifiers = self._notifiers, {}
+        for notifier in notifiers.values():
+            notifier.close()
 
-    def _check(self, share: Share, said: Mapping[int, str | None]) -> None:
-        for member, problem in said.items():
+    def _check(self, share: Share, ended: Mapping[int, str | None]) -> None:
+        for member, problem in ended.items():
             if problem is not None:
                 raise PeerFailed(f"{_name(share.group[member])} gave up its share: {problem}")
 
-    def _take_one(
+    def _pull_one(
         self,
-        taken: Taken,
+        pulled: PeerPull,
         address: WorkerAddress,
         regions: list[Region],
-        read: Take,
+        read: ReadFromPeer,
         stop: Callable[[], str | None],
     ) -> None:
-        peer, problem = self._meet(address)
+        peer, problem = self._describe(address)
         if peer is not None:
             count, problem = read(peer, regions)
-            taken.bytes += count
+            pulled.bytes += count
         if problem is not None:
             if stop() is None:
                 self._distrust(address, problem)
-            self._leave(taken, regions)
+            self._leave(pulled, regions)
 
     @staticmethod
-    def _leave(taken: Taken, regions: list[Region]) -> None:
-        taken.left += regions
-        taken.shares_left += 1
+    def _leave(pulled: PeerPull, regions: list[Region]) -> None:
+        pulled.left += regions
+        pulled.shares_left += 1
 
-    def _meet(self, address: WorkerAddress) -> tuple[Description | None, str | None]:
-        """What a rank keeps, or why its share cannot be taken."""
-        if (known := self._met.get(address)) is not None:
+    def _describe(self, address: WorkerAddress) -> tuple[Description | None, str | None]:
+        """What a rank keeps, or why its share cannot be pulled."""
+        if (known := self._described.get(address)) is not None:
             return known, None
         try:
             peer = ask_once(address.host, address.port, self._key, self._timeout, Describe())
@@ -279,7 +279,7 @@ class Sharing:
             return None, f"answered describe with {peer}"
         if peer.epoch != address.epoch or _shapes(peer) != _shapes(self._own):
             return None, "keeps other caches than this rank, or was restarted"
-        self._met[address] = peer
+        self._described[address] = peer
         return peer, None
 
     def _distrust(self, address: WorkerAddress, problem: str) -> None:
@@ -291,17 +291,17 @@ class Sharing:
         )
         with self._lock:
             self._distrusted[address] = time.monotonic() + _DISTRUST
-            self._met.pop(address, None)
+            self._described.pop(address, None)
 
     def _is_distrusted(self, address: WorkerAddress) -> bool:
         with self._lock:
             return self._distrusted.get(address, 0.0) > time.monotonic()
 
-    def _messenger(self, address: WorkerAddress) -> _Messenger:
+    def _notifier(self, address: WorkerAddress) -> _PeerNotifier:
         with self._lock:
-            if address not in self._messengers:
-                self._messengers[address] = _Messenger(address, self._key, self._timeout)
-            return self._messengers[address]
+            if address not in self._notifiers:
+                self._notifiers[address] = _PeerNotifier(address, self._key, self._timeout)
+            return self._notifiers[address]
 
 
 def _name(address: WorkerAddress) -> str:

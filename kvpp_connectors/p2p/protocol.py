@@ -62,7 +62,7 @@ Body = TypeVar("Body")
 def party_of(engine_id: str, request_id: str) -> str:
     """Who reads: one request of one decode engine, all of its workers together.
 
-    Another request with the same offer is another party: its reads could come after the first
+    Another request with the same transfer is another party: its reads could come after the first
     one's confirmation, which lets the blocks go.
     """
     digest = hashlib.sha256(request_id.encode(errors="replace")).hexdigest()[:16]
@@ -70,7 +70,7 @@ def party_of(engine_id: str, request_id: str) -> str:
 
 
 class WireError(Exception):
-    """A frame that is refused. ``reason`` is one of a few words, for counters."""
+    """A frame that is refused. ``reason`` is one of a few, for counters."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -123,14 +123,18 @@ class ShareEnded(_Message, tag="share_ended", frozen=True, forbid_unknown_fields
     problem: Short | None
 
 
-class Region(_Message, frozen=True, forbid_unknown_fields=True):
-    """One component's cache on a worker: block i is ``block_bytes`` at ``base + i * stride``."""
+class Region(_Message, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One component's cache on a worker: block i is ``block_bytes`` at ``base + i * stride``.
+
+    Within a block the tokens of a head follow each other (``heads_first``), or a token's heads do.
+    """
 
     name: Short
     base: Address
     stride: Count
     block_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+    heads_first: bool = False
 
 
 class Description(_Message, tag="description", frozen=True, forbid_unknown_fields=True):
@@ -165,7 +169,7 @@ class Released(_Message, tag="released", frozen=True, forbid_unknown_fields=True
 
 
 class Noted(_Message, tag="noted", frozen=True, forbid_unknown_fields=True):
-    """What a rank said of its share was heard."""
+    """A rank's report of its share has arrived."""
 
 
 class Refused(_Message, tag="refused", frozen=True, forbid_unknown_fields=True):

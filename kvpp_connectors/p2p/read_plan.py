@@ -7,7 +7,7 @@ of those that have it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,11 +25,23 @@ class Incompatible(KvppError):
     """The two sides' caches do not fit together."""
 
 
-def cache_regions(rows: Mapping[str, torch.Tensor]) -> list[Region]:
-    """Where each component's blocks lie, from their rows: uint8 (blocks, bytes per block)."""
+def cache_regions(
+    rows: Mapping[str, torch.Tensor], heads_first: Collection[str] = ()
+) -> list[Region]:
+    """Where each component's blocks lie, from their rows: uint8 (blocks, bytes per block).
+
+    ``heads_first``: components in whose blocks the tokens of a head follow each other.
+    """
     return [
-        Region(name, block.data_ptr(), block.stride(0), block.shape[1], block.shape[0])
-        for name, block in rows.items()
+        Region(
+            name=name,
+            base=blocks.data_ptr(),
+            stride=blocks.stride(0),
+            block_bytes=blocks.shape[1],
+            num_blocks=blocks.shape[0],
+            heads_first=name in heads_first,
+        )
+        for name, blocks in rows.items()
     ]
 
 
@@ -67,6 +79,12 @@ def choose_sources(
             raise Incompatible(
                 f"a block of {region.name} has {region.block_bytes:,} bytes here and "
                 f"{theirs.block_bytes:,} at {session}"
+            )
+        if theirs.heads_first != region.heads_first:
+            first, beside = ("here", session) if region.heads_first else (session, "here")
+            raise Incompatible(
+                f"the blocks of {region.name} hold their heads one after another at {first} and "
+                f"beside each token at {beside}; give both sides the same VLLM_KV_CACHE_LAYOUT"
             )
         sources[region.name] = session, theirs
     return sources

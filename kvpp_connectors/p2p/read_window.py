@@ -15,7 +15,7 @@ from typing import Protocol
 from kvpp_connectors.connector.transfer_engine import Read
 from kvpp_connectors.log import get_logger
 
-__all__ = ["Outcome", "ReadEngine", "read_all"]
+__all__ = ["ReadEngine", "ReadOutcome", "read_all"]
 
 logger = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class ReadEngine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReadOutcome:
     """How a list of reads ended. ``problem`` is None if all bytes are there."""
 
     done_bytes: int
@@ -42,7 +42,7 @@ class Outcome:
 
 def read_all(
     engine: ReadEngine, reads: Sequence[Read], window: int, stop: Callable[[], str | None]
-) -> Outcome:
+) -> ReadOutcome:
     """Do all reads, at most ``window`` at once; after the first failure submit no more.
 
     ``stop`` may give a reason to submit no more, too. Returns when nothing is in flight.
@@ -75,4 +75,4 @@ def read_all(
         if len(still) == len(running) and still:
             time.sleep(_PAUSE)  # polling a transport that offers no event
         running = still
-    return Outcome(done, problem)
+    return ReadOutcome(done, problem)

@@ -1,6 +1,6 @@
 """Endpoints of the P/D control plane: a server thread that answers, a client that asks.
 
-An endpoint is bound before anybody is told of it, and what is told is what was bound. A frame that
+An endpoint is bound before it is published, and what is published is what was bound. A frame that
 is refused is counted by reason and answered only where its sender can learn something from it.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["ControlClient", "ControlServer", "PeerUnreachable", "ask_once"]
 logger = get_logger(__name__)
 
 _TICK = 0.1  # seconds between two calls of ``tick``
-_TOLD = ("version", "key", "age", "replay")  # refusals that the sender is told of
+_ANSWERED = ("version", "key", "age", "replay")  # refusals that the sender gets an answer to
 
 
 class PeerUnreachable(KvppError):
@@ -120,7 +120,7 @@ class ControlServer:
             request, nonce = self._codec.read_request(frame)
         except WireError as error:
             self._refuse(error.reason, str(error))
-            if error.reason in _TOLD:
+            if error.reason in _ANSWERED:
                 self._send(peer, self._codec.reply(Refused(str(error)), bytes(16)))
             return
         self._send(peer, self._codec.reply(self._handle(request), nonce))
@@ -191,7 +191,7 @@ class ControlClient:
                 self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)
                 self._socket.setsockopt(zmq.IPV6, int("[" in self._address))
                 self._socket.connect(self._address)
-            except (zmq.ZMQError, UnicodeError) as error:  # a stranger's word may be no address
+            except (zmq.ZMQError, UnicodeError) as error:  # what a stranger sends may be no address
                 raise WireError("address", str(error)) from error
         return self._socket
 

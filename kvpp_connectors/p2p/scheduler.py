@@ -12,9 +12,8 @@ from typing import Any
 
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.facts import P2pFacts
-from kvpp_connectors.p2p.heartbeat import Courier
-from kvpp_connectors.p2p.judge import judge
-from kvpp_connectors.p2p.lease import LeaseBook
+from kvpp_connectors.p2p.heartbeat import Heartbeat
+from kvpp_connectors.p2p.lease import LeaseBook, answer
 from kvpp_connectors.p2p.messages import Pull, WorkerHandshake
 from kvpp_connectors.p2p.protocol import (
     Reply,
@@ -23,12 +22,12 @@ from kvpp_connectors.p2p.protocol import (
 )
 from kvpp_connectors.p2p.rpc import ControlServer
 from kvpp_connectors.p2p.transfer_params import (
-    OFFER_VERSION,
-    BadOffer,
-    Offer,
-    OfferDetails,
+    PARAMS_VERSION,
+    BadTransferParams,
+    TransferLease,
+    TransferParams,
     make_params,
-    read_offer,
+    read_params,
 )
 
 __all__ = ["DecodeScheduler", "PrefillScheduler"]
@@ -37,7 +36,7 @@ logger = get_logger(__name__)
 
 
 class PrefillScheduler:
-    """Leases of this engine's finished requests, judged at an endpoint of their own."""
+    """Leases of this engine's finished requests, kept at an endpoint of their own."""
 
     def __init__(self, facts: P2pFacts) -> None:
         self._facts = facts
@@ -48,13 +47,13 @@ class PrefillScheduler:
             facts.host,
             0,
             facts.key,
-            self._judge,
+            self._answer,
             what=f"the lease endpoint of engine {facts.engine_id}",
             option="kv_connector_extra_config.host",
             tick=self._expire,
         )
 
-    def meet_workers(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
+    def set_handshakes(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
         """Learn the endpoints that the workers bound, by rank."""
         self._workers = [
             address for rank in sorted(handshakes) for address in handshakes[rank].addresses
@@ -63,29 +62,29 @@ class PrefillScheduler:
     def finished(self, request: Any, block_ids: list[int]) -> dict[str, Any] | None:
         """A request that decode asked for has ended: offer its prompt's blocks, or None.
 
-        The blocks must stay until `take_let_go` names the request.
+        The blocks must stay until `pop_released` names the request.
         """
-        params = _params(request)
+        raw = _raw_params(request)
         tokens = request.num_prompt_tokens
-        if not params.get("do_remote_decode") or request.num_computed_tokens < tokens:
+        if not raw.get("do_remote_decode") or request.num_computed_tokens < tokens:
             return None
         # Blocks beyond the prompt hold nothing of it: tokens drafted or looked ahead.
         blocks = block_ids[: -(-tokens // self._facts.engine.block_size)]
         with self._lock:
             generation = self._book.grant(request.request_id, request.request_id, time.monotonic())
-        offer = Offer(
+        params = TransferParams(
             remote_engine_id=self._facts.engine_id,
             remote_host=self._server.host,
             remote_port=self._server.port,
             remote_block_ids=[blocks],
             remote_num_tokens=tokens,
             remote_block_size=self._facts.engine.block_size,
-            kvpp=OfferDetails(OFFER_VERSION, request.request_id, generation, self._workers),
+            kvpp=TransferLease(PARAMS_VERSION, request.request_id, generation, self._workers),
         )
         engine = self._facts.engine
-        return make_params(offer, request.request_id, engine.tp, engine.pp, engine.pcp)
+        return make_params(params, request.request_id, engine.tp, engine.pp, engine.pcp)
 
-    def take_let_go(self) -> list[str]:
+    def pop_released(self) -> list[str]:
         """Requests whose blocks nobody may read any more, each once."""
         with self._lock:
             ended = self._book.take_ended()
@@ -107,9 +106,9 @@ class PrefillScheduler:
         with self._lock:
             self._book.expire(time.monotonic())
 
-    def _judge(self, request: Request) -> Reply:
+    def _answer(self, request: Request) -> Reply:
         with self._lock:
-            return judge(self._book, request, self._facts.options.lease_seconds, time.monotonic())
+            return answer(self._book, request, self._facts.options.lease_seconds, time.monotonic())
 
 
 class DecodeScheduler:
@@ -117,14 +116,14 @@ class DecodeScheduler:
 
     def __init__(self, facts: P2pFacts) -> None:
         self._facts = facts
-        self._courier = Courier(facts.engine_id, facts.key, facts.options.control_timeout_s)
-        self._offers: dict[str, Offer] = {}  # requests that have not been pulled yet
+        self._heartbeat = Heartbeat(facts.engine_id, facts.key, facts.options.control_timeout_s)
+        self._waiting: dict[str, TransferParams] = {}  # requests that have not been pulled yet
         self._pulling: dict[str, bool] = {}  # whether the pull was cancelled
         self._pulls: list[Pull] = []
         self._cancelled: list[str] = []
         self.groups: dict[int, list[WorkerAddress]] = {}
 
-    def meet_workers(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
+    def set_handshakes(self, handshakes: Mapping[tuple[int, ...], WorkerHandshake]) -> None:
         """Learn which workers share their pulls: those of one pipeline stage that say where."""
         if not self._facts.shares_pulls:
             return
@@ -135,57 +134,57 @@ class DecodeScheduler:
             logger.info("stage %d: %d workers share their pulls", stage, len(workers))
 
     def arrived(self, request: Any) -> None:
-        """Read a new request's offer, and keep its lease alive while the request waits."""
-        params = _params(request)
-        if not params.get("do_remote_prefill"):
+        """Read a new request's params, and keep its lease alive while the request waits."""
+        raw = _raw_params(request)
+        if not raw.get("do_remote_prefill"):
             return
         try:
-            offer = read_offer(params)
-        except BadOffer as error:
+            params = read_params(raw)
+        except BadTransferParams as error:
             logger.error("request %s: computed here, %s", request.request_id, error)
             return
-        self._courier.keep(request.request_id, offer)
-        self._offers[request.request_id] = offer
+        self._heartbeat.add(request.request_id, params)
+        self._waiting[request.request_id] = params
 
     def external_tokens(self, request: Any, computed: int) -> int:
         """Prompt tokens beyond ``computed`` that can be pulled.
 
-        An offer is compared with its request here and not on arrival: for a request that its server
+        They are compared with its request here and not on arrival: for a request that its server
         turns away vLLM sends one of a single token, which ends at once.
         """
-        offer = self._offers.get(request.request_id)
-        if offer is None:
+        params = self._waiting.get(request.request_id)
+        if params is None:
             return 0
-        if problem := self._mismatch(request, offer):
+        if problem := self._mismatch(request, params):
             logger.error("request %s: computed here, %s", request.request_id, problem)
-            del self._offers[request.request_id]
-            self._courier.release(request.request_id, "mismatch")
+            del self._waiting[request.request_id]
+            self._heartbeat.release(request.request_id, "mismatch")
             return 0
-        return max(0, offer.remote_num_tokens - computed)
+        return max(0, params.remote_num_tokens - computed)
 
     def allocated(self, request: Any, block_ids: list[int], tokens: int) -> None:
         """Blocks are there: pull ``tokens`` tokens, or nothing if all are here already."""
-        offer = self._offers.pop(request.request_id, None)
-        if offer is None:
+        params = self._waiting.pop(request.request_id, None)
+        if params is None:
             return
         if not tokens:
-            self._courier.release(request.request_id, "not needed")
+            self._heartbeat.release(request.request_id, "not needed")
             return
-        first = (offer.remote_num_tokens - tokens) // self._facts.engine.block_size
+        first = (params.remote_num_tokens - tokens) // self._facts.engine.block_size
         self._pulls.append(
             Pull(
                 request.request_id,
-                offer,
-                tuple(offer.blocks[first:]),
-                tuple(block_ids[first : len(offer.blocks)]),
+                params,
+                tuple(params.blocks[first:]),
+                tuple(block_ids[first : len(params.blocks)]),
             )
         )
         self._pulling[request.request_id] = False
 
     def ended(self, request: Any) -> None:
         """A request is over: what was not pulled is released, a running pull is cut short."""
-        if self._offers.pop(request.request_id, None) is not None:
-            self._courier.release(request.request_id, "request ended")
+        if self._waiting.pop(request.request_id, None) is not None:
+            self._heartbeat.release(request.request_id, "request ended")
         if self._pulling.get(request.request_id) is False:
             self._pulling[request.request_id] = True
             self._cancelled.append(request.request_id)
@@ -194,7 +193,7 @@ class DecodeScheduler:
         """Pulls that ended on all workers."""
         for request_id in request_ids & self._pulling.keys():
             del self._pulling[request_id]
-            self._courier.forget(request_id)
+            self._heartbeat.remove(request_id)
 
     def take_step(self) -> tuple[list[Pull], list[str]]:
         """Pulls to start and request ids to cancel in this step."""
@@ -204,27 +203,27 @@ class DecodeScheduler:
 
     def counts(self) -> dict[str, int]:
         """Messages that did not reach their lease."""
-        return {"leases_not_reached": self._courier.not_reached}
+        return {"leases_not_reached": self._heartbeat.not_reached}
 
     def close(self) -> None:
         """Stop renewing."""
-        self._courier.close()
+        self._heartbeat.close()
 
-    def _mismatch(self, request: Any, offer: Offer) -> str | None:
-        if offer.remote_block_size != self._facts.engine.block_size:
+    def _mismatch(self, request: Any, params: TransferParams) -> str | None:
+        if params.remote_block_size != self._facts.engine.block_size:
             return (
-                f"the prefill side has blocks of {offer.remote_block_size} tokens, this side of "
+                f"the prefill side has blocks of {params.remote_block_size} tokens, this side of "
                 f"{self._facts.engine.block_size}"
             )
-        if offer.remote_num_tokens != request.num_prompt_tokens:
+        if params.remote_num_tokens != request.num_prompt_tokens:
             return (
-                f"{offer.remote_num_tokens} tokens were prefilled and the prompt has "
+                f"{params.remote_num_tokens} tokens were prefilled and the prompt has "
                 f"{request.num_prompt_tokens}; do both sides use the same chat template?"
             )
         return None
 
 
-def _params(request: Any) -> Mapping[str, Any]:
+def _raw_params(request: Any) -> Mapping[str, Any]:
     """The request's kv_transfer_params. vLLM passes on whatever JSON value a client sent."""
     params = request.kv_transfer_params
     if params is None or isinstance(params, Mapping):

@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
-from kvpp_connectors.connector.caches import CachePlan, kept_rows, single_tensors, storages
+from kvpp_connectors.connector.caches import (
+    CachePlan,
+    heads_first,
+    kept_rows,
+    single_tensors,
+    storages,
+)
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.process import process_engine
 from kvpp_connectors.connector.transfer_engine import TransferEngine, default_protocol
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.facts import P2pFacts
-from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
 from kvpp_connectors.p2p.messages import PullResult, StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.metrics import P2pStats
 from kvpp_connectors.p2p.peer_sharing import Sharing
@@ -31,15 +36,16 @@ from kvpp_connectors.p2p.protocol import (
     ShareEnded,
     WorkerAddress,
 )
+from kvpp_connectors.p2p.pull_worker import PullSettings, PullWorker
 from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.rpc import ControlServer
 
-__all__ = ["WorkerSide"]
+__all__ = ["P2pWorker"]
 
 logger = get_logger(__name__)
 
 
-class WorkerSide:
+class P2pWorker:
     """One worker's endpoint, transfer engine and pulls."""
 
     def __init__(
@@ -55,7 +61,7 @@ class WorkerSide:
         self._addresses: list[WorkerAddress] = []
         self._engine: TransferEngine | None = None
         self._server: ControlServer | None = None
-        self._puller: Puller | None = None
+        self._pull_worker: PullWorker | None = None
         self._description: Description | None = None
         self._invalid_blocks: set[int] = set()
         self._stats = P2pStats()
@@ -70,7 +76,7 @@ class WorkerSide:
         facts, options = self._facts, self._facts.options
         protocol = options.protocol or default_protocol(facts.engine.device_type)
         self._engine = process_engine(facts.host, protocol)
-        kept = kept_rows(kv_caches, self._plan)
+        kept, views = kept_rows(kv_caches, self._plan), single_tensors(kv_caches)
         for address, size in storages(kept.values()):
             self._engine.register(address, size)
         self._description = Description(
@@ -79,11 +85,11 @@ class WorkerSide:
             model=facts.model,
             block_size=facts.engine.block_size,
             kv_cache_dtype=facts.engine.kv_cache_dtype,
-            regions=cache_regions(kept),
+            regions=cache_regions(kept, [n for n in kept if heads_first(views[n])]),
         )
         if facts.consumes:
-            device = next(iter(single_tensors(kv_caches).values())).device
-            self._puller = self._make_puller(self._description, self._engine, device)
+            device = next(iter(views.values())).device
+            self._pull_worker = self._make_pull_worker(self._description, self._engine, device)
         if facts.produces or self._shares:
             self._server = self._listen()
             self._addresses = self._gather(
@@ -96,16 +102,16 @@ class WorkerSide:
 
     def start(self, step: StepMetadata) -> None:
         """Start this step's pulls."""
-        if self._puller is None:
+        if self._pull_worker is None:
             return
         for pull in step.pulls:
-            self._puller.submit(pull, step.groups.get(self._position.pp, ()))
+            self._pull_worker.submit(pull, step.groups.get(self._position.pp, ()))
         for request_id in step.cancelled:
-            self._puller.cancel(request_id)
+            self._pull_worker.cancel(request_id)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """Requests whose pull has ended: all of them, and those that failed."""
-        results = self._puller.take_results() if self._puller is not None else []
+        results = self._pull_worker.take_results() if self._pull_worker is not None else []
         for result in results:
             self._stats.record(result)
             self._log(result)
@@ -126,8 +132,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End pulls and stop answering; other ranks may read from here until all have ended."""
-        if self._puller is not None:
-            self._puller.close()
+        if self._pull_worker is not None:
+            self._pull_worker.close()
         if self._server is not None:
             self._server.close()
 
@@ -155,8 +161,8 @@ class WorkerSide:
     def _answer(self, request: Request) -> Reply:
         if isinstance(request, Describe) and self._description is not None:
             return self._description
-        if isinstance(request, ShareEnded) and self._puller is not None and self._shares:
-            self._puller.hear(request)
+        if isinstance(request, ShareEnded) and self._pull_worker is not None and self._shares:
+            self._pull_worker.on_peer_status(request)
             return Noted()
         return Refused("a worker's endpoint; leases are kept at remote_host:remote_port")
 
@@ -165,18 +171,18 @@ class WorkerSide:
         # With KVPP no two ranks keep the same layers.
         return self._facts.shares_pulls and self._plan.layout is None
 
-    def _make_puller(
+    def _make_pull_worker(
         self, own: Description, engine: TransferEngine, device: torch.device
-    ) -> Puller:
+    ) -> PullWorker:
         facts, options = self._facts, self._facts.options
         sharing = None
         if self._shares:
             sharing = Sharing(own, facts.key, options.control_timeout_s, options.share_wait_s)
-        return Puller(own, engine, self._puller_settings(device), sharing)
+        return PullWorker(own, engine, self._pull_settings(device), sharing)
 
-    def _puller_settings(self, device: torch.device) -> PullerSettings:
+    def _pull_settings(self, device: torch.device) -> PullSettings:
         facts, options = self._facts, self._facts.options
-        return PullerSettings(
+        return PullSettings(
             engine_id=facts.engine_id,
             reader=self._position.engine_rank,
             readers=facts.engine.workers,
@@ -189,7 +195,7 @@ class WorkerSide:
         )
 
     def _log(self, result: PullResult) -> None:
-        pull, offer = result.pull, result.pull.offer
+        pull, params = result.pull, result.pull.params
         if result.problem is None:
             logger.info(
                 "request %s: pulled %s bytes of %d blocks in %.3f s from engine %s (transfer %s), "
@@ -198,8 +204,8 @@ class WorkerSide:
                 f"{result.bytes:,}",
                 len(pull.local_blocks),
                 result.seconds,
-                offer.remote_engine_id,
-                offer.kvpp.transfer_id,
+                params.remote_engine_id,
+                params.kvpp.transfer_id,
                 f"{result.shared_bytes:,}",
             )
         else:
@@ -207,10 +213,10 @@ class WorkerSide:
                 "request %s: its KV did not come from engine %s (transfer %s, lease at %s:%d): "
                 "%s: %s",
                 pull.request_id,
-                offer.remote_engine_id,
-                offer.kvpp.transfer_id,
-                offer.remote_host,
-                offer.remote_port,
+                params.remote_engine_id,
+                params.kvpp.transfer_id,
+                params.remote_host,
+                params.remote_port,
                 result.reason,
                 result.problem,
             )

@@ -92,7 +92,6 @@ def _fingerprint(
 ) -> Fingerprint:
     cache = vllm_config.cache_config
     model = model_identity(vllm_config, facts.options.model_id)
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return Fingerprint(
         model=model.name,
         revision=model.revision,
@@ -101,7 +100,7 @@ def _fingerprint(
         model_dtype=model.dtype,
         kv_cache_dtype=kv_cache_dtype(vllm_config),
         quantization=model.quantization,
-        cache_layout=" ".join(sorted({_layout(spec) for spec in specs})),
+        cache_layout=_cache_layout(kv_cache_config),
         block_size=facts.block_size,
         hash_algorithm=str(cache.prefix_caching_hash_algo),
         hash_seed=hash_seed(str(cache.prefix_caching_hash_algo), os.environ),
@@ -109,9 +108,14 @@ def _fingerprint(
     )
 
 
-def _layout(spec: Any) -> str:
-    """The kind of cache and the bytes of one of its blocks."""
-    return f"{type(spec).__name__}:{spec.page_size_bytes}"
+def _cache_layout(config: Any) -> str:
+    """The kinds of caches, the bytes of their blocks, and the order of several heads."""
+    specs = [group.kv_cache_spec for group in config.kv_cache_groups]
+    single = [one for spec in specs for one in getattr(spec, "kv_cache_specs", {0: spec}).values()]
+    kinds = {f"{type(spec).__name__}:{spec.page_size_bytes}" for spec in specs}
+    if any(getattr(one, "num_kv_heads", 1) > 1 for one in single):
+        kinds.add(f"order:{getattr(config, 'kv_cache_layout', None)}")
+    return " ".join(sorted(kinds))
 
 
 def _speculative(

@@ -22,9 +22,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvpp_connectors.connector.caches import cache_plan, kept_rows, storages
+from kvpp_connectors.connector.caches import cache_plan, heads_first, kept_rows, storages
 from kvpp_connectors.engine.placement import place
-from kvpp_connectors.p2p.read_plan import cache_regions, plan_reads
+from kvpp_connectors.p2p.protocol import Description
+from kvpp_connectors.p2p.read_plan import Incompatible, cache_regions, choose_sources, plan_reads
 from kvpp_core.bundles import Component, LayerBundle
 from kvpp_core.errors import KvppError
 from kvpp_core.layout import Placement, RankLayout, build_layout
@@ -186,3 +187,22 @@ def test_memory_that_several_caches_share_is_named_once() -> None:
     views, rows = allocated(MLA)
     storage = views[NAMES[0]].untyped_storage()
     assert storages(rows.values()) == ((storage.data_ptr(), storage.nbytes()),)
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_blocks_of_unlike_order_are_refused_by_a_pull(ours_first: bool) -> None:
+    """Each is in one piece and has the same bytes, which mean other tokens and heads."""
+    layouts = [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC]
+    sides = [description(layout) for layout in (layouts if ours_first else layouts[::-1])]
+    with pytest.raises(Incompatible) as error:
+        choose_sources(sides[0], [sides[1]])
+    first = "here" if ours_first else "session"
+    for words in (NAMES[0], f"one after another at {first}", "same VLLM_KV_CACHE_LAYOUT"):
+        assert words in str(error.value)
+    choose_sources(sides[0], [sides[0]])
+
+
+def description(layout: KVCacheLayout) -> Description:
+    views, rows = allocated(HEADS, layout=layout)
+    regions = cache_regions(rows, [name for name in rows if heads_first(views[name])])
+    return Description("epoch", "session", "model", TOKENS, "bfloat16", regions)

@@ -1,4 +1,4 @@
-"""A real prefill worker and a puller that reads from it, with a gate before one of the reads."""
+"""A real prefill worker and pulls from it, with a gate before one of the reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from kvpp_connectors.connector.facts import RankPosition
 from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
-from kvpp_connectors.p2p.fetcher import Puller, PullerSettings
 from kvpp_connectors.p2p.messages import Pull, PullResult
 from kvpp_connectors.p2p.protocol import Description
+from kvpp_connectors.p2p.pull_worker import PullSettings, PullWorker
 from kvpp_connectors.p2p.read_plan import cache_regions
 from kvpp_connectors.p2p.read_window import ReadEngine
-from kvpp_connectors.p2p.transfer_params import read_offer
+from kvpp_connectors.p2p.transfer_params import read_params
 from kvpp_core.layout import Placement
 from tests.core.rank_memory import ALIGNED, UNALIGNED, uneven_model
 from tests.p2p.conftest import Machine
@@ -71,7 +71,7 @@ class Gate:
 
 
 class Rig:
-    """A prefill engine with one worker, and a puller of one decode worker."""
+    """A prefill engine with one worker, and a pull_worker of one decode worker."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Rig:
             "engine_id": "D", "reader": 0, "readers": 1, "key": None, "window": 4, "threads": 4,
             "control_timeout": TIMEOUT, "pull_timeout": PATIENCE,
         }  # fmt: skip
-        self.puller = Puller(self.own, self.gate, PullerSettings(**(settings | changes)))
+        self.pull_worker = PullWorker(self.own, self.gate, PullSettings(**(settings | changes)))
 
     def add_worker(self, engine: TransferEngine) -> None:
         """Start the prefill worker, or start it anew with another epoch."""
@@ -114,7 +114,7 @@ class Rig:
 
     def pull(self, name: str, params: dict[str, Any] | None = None) -> Pull:
         """A pull of a prefilled request, by default of a new one."""
-        return Pull(name, read_offer(params or self.offer()), REMOTE, LOCAL)
+        return Pull(name, read_params(params or self.offer()), REMOTE, LOCAL)
 
     def offer(self) -> dict[str, Any]:
         """A request that was prefilled into REMOTE."""
@@ -122,7 +122,7 @@ class Rig:
 
     def result(self) -> PullResult:
         """The next result, which is the only one."""
-        [result] = eventually(self.puller.take_results)
+        [result] = eventually(self.pull_worker.take_results)
         assert isinstance(result, PullResult)
         return result
 
@@ -131,7 +131,7 @@ class Rig:
         results: list[PullResult] = []
 
         def enough() -> bool:
-            results.extend(self.puller.take_results())
+            results.extend(self.pull_worker.take_results())
             return len(results) >= count
 
         eventually(enough)
@@ -139,7 +139,7 @@ class Rig:
 
     def now(self, name: str, params: dict[str, Any] | None = None) -> PullResult:
         """A pull from its start to its result."""
-        self.puller.submit(self.pull(name, params))
+        self.pull_worker.submit(self.pull(name, params))
         return self.result()
 
     def assert_pulled(self, generation: int = 1) -> None:
@@ -157,7 +157,7 @@ class Rig:
     def close(self) -> None:
         """Stop everything."""
         self.gate.open()
-        self.puller.close()
+        self.pull_worker.close()
         self.prefill.close()
 
 
@@ -217,13 +217,13 @@ def rig(
     """Both sides; nothing is in flight in the end, and no result is left over.
 
     ``closed_at`` is the number of a read (from 0) that waits at the gate, ``through`` wraps the
-    engine of the decode side, ``changes`` are those of its PullerSettings.
+    engine of the decode side, ``changes`` are those of its PullSettings.
     """
     made = Rig(machine, closed_at, lease, through, **changes)
     with contextlib.closing(made):
         yield made
-        assert made.puller.take_results() == []
-        assert made.puller.in_flight == 0
+        assert made.pull_worker.take_results() == []
+        assert made.pull_worker.in_flight == 0
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from kvpp_connectors.p2p.facts import P2pFacts
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
 from kvpp_connectors.p2p.options import P2pOptions
 from kvpp_connectors.p2p.scheduler import DecodeScheduler, PrefillScheduler
-from kvpp_connectors.p2p.worker import WorkerSide
+from kvpp_connectors.p2p.worker import P2pWorker
 from kvpp_core.layout import RankLayout
 
 __all__ = [
@@ -123,7 +123,7 @@ class Prefill:
     def __init__(self, facts: P2pFacts) -> None:
         self.facts = facts
         self.scheduler = PrefillScheduler(facts)
-        self._workers: list[WorkerSide] = []
+        self._workers: list[P2pWorker] = []
         self._handshakes: dict[tuple[int, ...], WorkerHandshake] = {}
 
     def add_worker(
@@ -135,7 +135,7 @@ class Prefill:
         **changes: Any,
     ) -> None:
         """Start a worker; ``changes`` make its facts differ from the engine's."""
-        worker = WorkerSide(
+        worker = P2pWorker(
             changed(self.facts, **changes), position, planned(caches, layout), lambda own: [own]
         )
         _register(worker, caches, engine)
@@ -143,7 +143,7 @@ class Prefill:
         assert handshake is not None
         self._workers.append(worker)
         self._handshakes[(position.pp, position.pcp, position.tp)] = handshake
-        self.scheduler.meet_workers(self._handshakes)
+        self.scheduler.set_handshakes(self._handshakes)
 
     def offer(self, tokens: int, blocks: Sequence[int], name: str | None = None) -> dict[str, Any]:
         """kv_transfer_params of a request that was prefilled into ``blocks``, through JSON."""
@@ -155,7 +155,7 @@ class Prefill:
 
     def let_go(self) -> list[str]:
         """Wait for leases to end."""
-        names: list[str] = eventually(self.scheduler.take_let_go)
+        names: list[str] = eventually(self.scheduler.pop_released)
         return names
 
     def close(self) -> None:
@@ -171,13 +171,13 @@ class Decode:
     def __init__(self, facts: P2pFacts) -> None:
         self.facts = facts
         self.scheduler = DecodeScheduler(facts)
-        self._workers: list[WorkerSide] = []
+        self._workers: list[P2pWorker] = []
 
     def add_worker(
         self, position: RankPosition, caches: Mapping[str, torch.Tensor], engine: TransferEngine
     ) -> None:
         """Start a worker."""
-        worker = WorkerSide(self.facts, position, planned(caches), lambda own: [own])
+        worker = P2pWorker(self.facts, position, planned(caches), lambda own: [own])
         _register(worker, caches, engine)
         self._workers.append(worker)
 
@@ -230,13 +230,13 @@ def planned(caches: Mapping[str, torch.Tensor], layout: RankLayout | None = None
 
 
 def _register(
-    worker: WorkerSide, caches: Mapping[str, torch.Tensor], engine: TransferEngine
+    worker: P2pWorker, caches: Mapping[str, torch.Tensor], engine: TransferEngine
 ) -> None:
     """Give a worker its caches, and an engine of its own in a process that has several."""
     with mock.patch.object(worker_module, "process_engine", lambda host, protocol: engine):
         worker.register(caches)
 
 
-def _finished(worker: WorkerSide) -> tuple[set[str], set[str]] | None:
+def _finished(worker: P2pWorker) -> tuple[set[str], set[str]] | None:
     done, failed = worker.finished()
     return (done, failed) if done else None

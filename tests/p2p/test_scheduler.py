@@ -31,7 +31,7 @@ ASKED = {"do_remote_decode": True}
 def prefill() -> Iterator[PrefillScheduler]:
     """One with a worker."""
     scheduler = PrefillScheduler(engine_facts("prefill", tp=2, pp=2))
-    scheduler.meet_workers({(0, 0): WorkerHandshake([WORKER])})
+    scheduler.set_handshakes({(0, 0): WorkerHandshake([WORKER])})
     with contextlib.closing(scheduler):
         yield scheduler
 
@@ -52,7 +52,7 @@ def offered(prefill: PrefillScheduler, tokens: int = TOKENS) -> dict[str, Any]:
 
 def let_go(prefill: PrefillScheduler, params: dict[str, Any]) -> bool:
     """Whether an offer's request is freed, and alone, at last."""
-    names: list[str] = eventually(prefill.take_let_go)
+    names: list[str] = eventually(prefill.pop_released)
     return names == [params["remote_request_id"]]
 
 
@@ -114,9 +114,9 @@ class TestPrefill:
         facts = engine_facts("prefill", options={"lease_seconds": 0.2})
         with contextlib.closing(PrefillScheduler(facts)) as prefill:
             params = offered(prefill)
-            assert prefill.take_let_go() == []
+            assert prefill.pop_released() == []
             assert let_go(prefill, params)
-            assert prefill.take_let_go() == []
+            assert prefill.pop_released() == []
             assert prefill.counts()["leases_expired"] == 1
 
     def test_workers_are_named_in_the_order_of_their_ranks(self, prefill: PrefillScheduler) -> None:
@@ -126,7 +126,7 @@ class TestPrefill:
             ranks: WorkerHandshake([WorkerAddress("h", next(ports), "e") for _ in range(2)])
             for ranks in [(1, 1), (0, 0), (1, 0), (0, 1)]
         }
-        prefill.meet_workers(handshakes)
+        prefill.set_handshakes(handshakes)
         workers = offered(prefill)["kvpp"]["workers"]
         assert [worker["port"] for worker in workers] == [3, 4, 7, 8, 5, 6, 1, 2]
 
@@ -359,7 +359,7 @@ def assert_harmless(decode: DecodeScheduler, params: Any) -> None:
     refused = decode.external_tokens(asked, 0) == 0
     assert refused == (len(said) == 1 and "computed here" in said[0]) or params is None
     assert all(len(line) < 2000 for line in said)
-    decode._courier.forget(asked.request_id)
+    decode._heartbeat.remove(asked.request_id)
     decode.ended(asked)
 
 

@@ -82,7 +82,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S2", "an aborted pull has no result",
-        "kvpp_connectors/p2p/fetcher.py",
+        "kvpp_connectors/p2p/pull_worker.py",
         "                self._results.append(result)\n",
         "                if result.reason != 'cancelled':\n"
         "                    self._results.append(result)\n",
@@ -119,7 +119,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S3", "bytes count that were read after the lease",
-        "kvpp_connectors/p2p/fetcher.py",
+        "kvpp_connectors/p2p/pull_worker.py",
         "        lease.confirm()\n", "",
         f"{S03}::test_bytes_that_were_read_after_the_lease_had_expired_do_not_count",
     ),
@@ -131,7 +131,7 @@ MUTATIONS = [
     ),
     Mutation(
         "S3", "reads have no bound",
-        "kvpp_connectors/p2p/fetcher.py",
+        "kvpp_connectors/p2p/pull_worker.py",
         "            if time.monotonic() > deadline:", "            if False:",
         f"{S03}::test_reads_that_take_too_long_are_given_up",
     ),

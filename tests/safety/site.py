@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from kvpp_connectors.p2p.heartbeat import Courier
+from kvpp_connectors.p2p.heartbeat import Heartbeat
 from kvpp_connectors.p2p.protocol import Confirm, Granted, Open, Release, Renew, WorkerAddress
 from kvpp_connectors.p2p.transfer_params import (
-    OFFER_VERSION,
-    Offer,
-    OfferDetails,
+    PARAMS_VERSION,
+    TransferLease,
+    TransferParams,
     make_params,
-    read_offer,
+    read_params,
 )
 from kvpp_connectors.pool.lookup import Hit, Lookup, PendingLookup
 from kvpp_connectors.pool.messages import PoolWorkerFacts
@@ -125,23 +125,23 @@ class StandInLookup(Lookup):
         """Nothing runs."""
 
 
-class StandInCourier(Courier):
+class StandInHeartbeat(Heartbeat):
     """Carries nothing; knows whose lease is kept alive."""
 
     def __init__(self) -> None:
         self.kept: set[str] = set()
         self.not_reached = 0
 
-    def keep(self, request_id: str, offer: Offer) -> None:
-        """Until it is let go of."""
+    def add(self, request_id: str, params: TransferParams) -> None:
+        """Until it is released or removed."""
         self.kept.add(request_id)
 
     def release(self, request_id: str, reason: str) -> None:
-        """Let go."""
+        """Its lease is not renewed any more."""
         self.kept.discard(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Let go."""
+    def remove(self, request_id: str) -> None:
+        """Its lease is not renewed any more."""
         self.kept.discard(request_id)
 
     def close(self) -> None:
@@ -167,10 +167,10 @@ class Site:
                 hash_block_size=BLOCK, log_stats=True,
             )  # fmt: skip
         self.workers = StandInWorkers(self.store, kind.load_async)
-        self.lookup, self.courier = StandInLookup(self.store), StandInCourier()
+        self.lookup, self.heartbeat = StandInLookup(self.store), StandInHeartbeat()
         self._pd: Any = None
         self._pool: Any = None
-        self._meet()
+        self._describe()
         self._expected: dict[str, list[int]] = {}
         self.answers: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}  # why requests ended
@@ -260,7 +260,7 @@ class Site:
     def lease(self, name: str, how: str) -> None:
         """An offer is read, released, or expires."""
         params, _ = self.offers.pop(name)
-        key = read_offer(params).lease(PARTY)
+        key = read_params(params).lease(PARTY)
         if how == "read":
             self._pd._judge(Open(*key, 1))
             self._pd._judge(Confirm(*key, 0))
@@ -296,13 +296,13 @@ class Site:
         if self._pool is not None:
             assert not len(self._pool._requests)
         if self._pd is not None and self.kind.pd == "kv_consumer":
-            assert not (self._pd._offers or self._pd._pulling or self.courier.kept)
+            assert not (self._pd._offers or self._pd._pulling or self.heartbeat.kept)
 
     def close(self) -> None:
         """Stop the endpoints."""
         self._scheduler.shutdown()
 
-    def _meet(self) -> None:
+    def _describe(self) -> None:
         """Replace what reaches for a network, and introduce the workers."""
         connector = self._scheduler.connector
         for child in getattr(connector, "_connectors", [connector]):
@@ -317,8 +317,8 @@ class Site:
             else:
                 self._pd = child._prefill or child._decode
                 if child._decode is not None:
-                    child._decode._courier.close()
-                    child._decode._courier = self.courier
+                    child._decode._heartbeat.close()
+                    child._decode._heartbeat = self.heartbeat
                 else:
                     child._prefill._workers = [WorkerAddress("127.0.0.1", 1, "epoch")]
 
@@ -328,9 +328,9 @@ class Site:
 
     def _prefilled(self, name: str, prompt: Sequence[int]) -> dict[str, Any]:
         self.workers.offers[name] = contents(prompt)
-        details = OfferDetails(OFFER_VERSION, name, 1, [WorkerAddress("127.0.0.1", 1, "epoch")])
+        details = TransferLease(PARAMS_VERSION, name, 1, [WorkerAddress("127.0.0.1", 1, "epoch")])
         blocks = list(range(-(-len(prompt) // BLOCK)))
-        offer = Offer("prefill", "127.0.0.1", 1, [blocks], len(prompt), BLOCK, details)
+        offer = TransferParams("prefill", "127.0.0.1", 1, [blocks], len(prompt), BLOCK, details)
         return make_params(offer, name, 1, 1, 1)
 
     def _take(self, outputs: dict[int, Any]) -> None:
@@ -351,7 +351,7 @@ class Site:
     def _offered(self, name: str, params: dict[str, Any]) -> None:
         held = [list(self.workers.slots(block)) for block in params["remote_block_ids"][0]]
         self.offers[name] = params, held
-        self.granted.append(read_offer(params).lease(PARTY)[:2])
+        self.granted.append(read_params(params).lease(PARTY)[:2])
 
     def _check_offers(self) -> None:
         """A block on offer is nobody else's."""

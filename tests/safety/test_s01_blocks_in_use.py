@@ -92,8 +92,8 @@ def test_a_failed_pull_ends_after_the_last_read_that_can_still_write(
     bound = 0.1 if fault == "given up" else PATIENCE
     window = held + (fault != "given up")
     with held_reads(machine, held, fault, window=window, pull_timeout=bound) as (both, reads):
-        both.puller.submit(both.pull("a"))
-        reads.let_go_one_by_one(lambda: both.puller.take_results() == [])
+        both.pull_worker.submit(both.pull("a"))
+        reads.let_go_one_by_one(lambda: both.pull_worker.take_results() == [])
         assert both.result().reason == "read"
         both.assert_blocks_may_be_given_away()
 
@@ -102,13 +102,13 @@ def test_closing_ends_what_runs_and_what_waits(machine: Machine) -> None:
     """S1: nothing writes to local memory afterwards."""
     with rig(machine, closed_at=2, threads=1) as both:
         for name in "abc":
-            both.puller.submit(both.pull(name))
+            both.pull_worker.submit(both.pull(name))
         assert both.gate.reached.wait(PATIENCE)
-        closing = threading.Thread(target=both.puller.close, daemon=True)
+        closing = threading.Thread(target=both.pull_worker.close, daemon=True)
         closing.start()
-        eventually(lambda: both.puller._cancelled >= {"a", "b", "c"})
+        eventually(lambda: both.pull_worker._cancelled >= {"a", "b", "c"})
         both.gate.open()
         closing.join(PATIENCE)
         assert not closing.is_alive()
-        assert [result.reason for result in both.puller.take_results()] == ["cancelled"]
-        both.puller._running.clear()  # what had not begun is not reported: the engine ends
+        assert [result.reason for result in both.pull_worker.take_results()] == ["cancelled"]
+        both.pull_worker._running.clear()  # what had not begun is not reported: the engine ends

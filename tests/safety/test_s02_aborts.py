@@ -107,15 +107,15 @@ def test_a_pull_that_is_aborted_while_it_asks_has_one_result(
         mock.patch.object(ControlClient, "ask", lambda *a, **k: held.ask(*a, **k)),
         rig(machine) as both,
     ):
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert held.reached.wait(PATIENCE)
         for _ in range(3):
-            both.puller.cancel("a")
-        assert both.puller.take_results() == []
+            both.pull_worker.cancel("a")
+        assert both.pull_worker.take_results() == []
         held.opened.set()
         result = both.result()
         assert result.reason == reason
-        assert both.prefill.let_go() == [result.pull.offer.kvpp.transfer_id]
+        assert both.prefill.let_go() == [result.pull.params.kvpp.transfer_id]
         if reason == "cancelled":
             assert both.local.difference() == []
 
@@ -126,10 +126,10 @@ def test_an_abort_is_answered_after_the_last_read_that_can_still_write(
 ) -> None:
     """2.1: reads that were submitted cannot be called back."""
     with held_reads(machine, held, None, window=held) as (both, reads):
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert reads.all_held.wait(PATIENCE)
-        both.puller.cancel("a")
-        reads.let_go_one_by_one(lambda: both.puller.take_results() == [])
+        both.pull_worker.cancel("a")
+        reads.let_go_one_by_one(lambda: both.pull_worker.take_results() == [])
         assert both.result().reason == "cancelled"
         both.assert_blocks_may_be_given_away()
 
@@ -137,27 +137,27 @@ def test_an_abort_is_answered_after_the_last_read_that_can_still_write(
 def test_a_cancelled_pull_ends_early_and_releases_the_lease(machine: Machine) -> None:
     """2.2: P frees at once, and D gets its result when what was submitted has ended."""
     with rig(machine, closed_at=3) as both:
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert both.gate.reached.wait(PATIENCE)
         for _ in range(2):
-            both.puller.cancel("a")
-        assert both.puller.take_results() == []
+            both.pull_worker.cancel("a")
+        assert both.pull_worker.take_results() == []
         both.gate.open()
         result = both.result()
         assert (result.reason, result.problem) == ("cancelled", "the request was aborted")
-        assert both.prefill.let_go() == [result.pull.offer.kvpp.transfer_id]
-        both.puller.cancel("a")
+        assert both.prefill.let_go() == [result.pull.params.kvpp.transfer_id]
+        both.pull_worker.cancel("a")
         assert both.now("a").reason == "ok"  # the name is not cancelled for ever
-        both.puller.cancel("nobody")
+        both.pull_worker.cancel("nobody")
 
 
 def test_a_pull_that_waits_for_a_thread_can_be_cancelled(machine: Machine) -> None:
     """2.2: it reads nothing, and has its result."""
     with rig(machine, closed_at=0, threads=1) as both:
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert both.gate.reached.wait(PATIENCE)
-        both.puller.submit(both.pull("b"))
-        both.puller.cancel("b")
+        both.pull_worker.submit(both.pull("b"))
+        both.pull_worker.cancel("b")
         both.gate.open()
         results = both.results(2)
         assert {r.pull.request_id: r.reason for r in results} == {"a": "ok", "b": "cancelled"}
@@ -179,11 +179,11 @@ def test_every_pull_has_exactly_one_result(machine: Machine) -> None:
             elif kind == "unknown":
                 pull = both.pull(name, params | {"kvpp": details | {"transfer_id": "nobody"}})
             elif kind == "outside":
-                pull = Pull(name, pull.offer, (0, 1, 2, 10), LOCAL)
+                pull = Pull(name, pull.params, (0, 1, 2, 10), LOCAL)
             kinds[name] = kind
-            both.puller.submit(pull)
+            both.pull_worker.submit(pull)
             if kind == "cancelled":
-                both.puller.cancel(name)
+                both.pull_worker.cancel(name)
         results = both.results(60)
         assert sorted(r.pull.request_id for r in results) == sorted(kinds)
         expected = {"good": "ok", "released": "gone", "unknown": "gone", "outside": "incompatible"}

@@ -16,7 +16,7 @@ import pytest
 
 from kvpp_connectors.p2p.protocol import Confirm, Granted, Open, Release, Renew, Request, Valid
 from kvpp_connectors.p2p.rpc import ask_once
-from kvpp_connectors.p2p.transfer_params import read_offer
+from kvpp_connectors.p2p.transfer_params import read_params
 from tests.core.gloo_world import GlooWorld
 from tests.core.lost_peer import Lost, lost_peer
 from tests.core.rig import PATIENCE, QUEUING, DeviceKind
@@ -81,7 +81,7 @@ def test_what_a_lost_peer_says_after_its_lease_changes_nothing(
     Reader 0 of two may have confirmed in time: it is told so again.
     """
     with rig(machine) as both:
-        offer, scheduler = read_offer(both.offer()), both.prefill.scheduler
+        offer, scheduler = read_params(both.offer()), both.prefill.scheduler
         transfer, generation, _ = offer.lease(PARTY)
 
         def say(message: Request) -> object:
@@ -104,13 +104,13 @@ def test_what_a_lost_peer_says_after_its_lease_changes_nothing(
                 valid = message in confirmed and not offered_again
                 assert isinstance(answer, Valid) == valid, message
         assert scheduler._book.held == offered_again
-        assert scheduler.take_let_go() == []
+        assert scheduler.pop_released() == []
 
 
 def test_bytes_that_were_read_after_the_lease_had_expired_do_not_count(machine: Machine) -> None:
     """2.3: P reuses the blocks in mid-read; D has another request's bytes, and knows it."""
     with rig(machine, closed_at=2, lease=1.0) as both:
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert both.gate.reached.wait(PATIENCE)
         both.prefill.let_go()
         both.remote.overwrite(REMOTE, writer=0, generation=2)
@@ -127,7 +127,7 @@ def test_a_pull_that_begins_after_the_lease_had_expired_reads_nothing(machine: M
     with rig(machine, lease=0.2) as both:
         pull = both.pull("a")
         both.prefill.let_go()
-        both.puller.submit(pull)
+        both.pull_worker.submit(pull)
         assert both.result().reason == "gone"
         assert both.local.difference() == []
 
@@ -142,7 +142,7 @@ def test_an_endpoint_that_is_gone_is_told_within_the_bound(gone: str, machine: M
         elif gone == "lease before":
             both.prefill.scheduler.close()
         started = time.monotonic()
-        both.puller.submit(pull)
+        both.pull_worker.submit(pull)
         if gone == "lease in mid-read":
             assert both.gate.reached.wait(PATIENCE)
             both.prefill.scheduler.close()
@@ -156,7 +156,7 @@ def test_an_endpoint_that_is_gone_is_told_within_the_bound(gone: str, machine: M
 def test_reads_that_take_too_long_are_given_up(machine: Machine) -> None:
     """2.1: the bound is the option's, and its name is in the message."""
     with rig(machine, closed_at=1, pull_timeout=0.2) as both:
-        both.puller.submit(both.pull("a"))
+        both.pull_worker.submit(both.pull("a"))
         assert both.gate.reached.wait(PATIENCE)
         late = time.monotonic() + 0.2
         eventually(lambda: time.monotonic() > late)
@@ -164,4 +164,4 @@ def test_reads_that_take_too_long_are_given_up(machine: Machine) -> None:
         result = both.result()
         assert result.reason == "read"
         assert result.problem == "the reads took more than pull_timeout_s = 0.2"
-        assert both.prefill.let_go() == [result.pull.offer.kvpp.transfer_id]
+        assert both.prefill.let_go() == [result.pull.params.kvpp.transfer_id]

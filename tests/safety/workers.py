@@ -169,7 +169,7 @@ class StandInWorkers:
             if pull.request_id in step.cancelled and not still_read:
                 self._transfers.remove(pull)
                 self._end(pull, False, told)
-        told.sent += step.let_go
+        told.sent += step.released
 
     def _end(self, transfer: _Transfer, well: bool, told: Told) -> None:
         if transfer.is_save:
@@ -208,7 +208,7 @@ class StandInWorkers:
         return bad
 
     def _pull(self, pull: Pull, well: bool) -> set[int]:
-        prefilled = self.offers[pull.offer.kvpp.transfer_id]
+        prefilled = self.offers[pull.params.kvpp.transfer_id]
         for there, here in zip(pull.remote_blocks, pull.local_blocks, strict=True):
             held = prefilled[there * BLOCK : (there + 1) * BLOCK]
             self._memory[here] = held + [_GARBAGE] * (BLOCK - len(held))

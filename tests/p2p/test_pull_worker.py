@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p import fetcher as puller_module
+from kvpp_connectors.p2p import pull_worker as pull_worker_module
 from kvpp_connectors.p2p.protocol import Description, Region
 from kvpp_connectors.p2p.read_plan import choose_sources
 from tests.p2p.conftest import Machine
@@ -30,14 +30,14 @@ def test_a_pull_brings_every_block_and_ends_the_lease(machine: Machine) -> None:
         per_block = sum(row.block_bytes for row in both.local.rows.values())
         assert result.bytes == len(REMOTE) * per_block
         both.assert_pulled()
-        assert both.prefill.let_go() == [result.pull.offer.kvpp.transfer_id]
+        assert both.prefill.let_go() == [result.pull.params.kvpp.transfer_id]
 
 
 def test_two_requests_with_one_offer_do_not_read_beside_each_other(machine: Machine) -> None:
     """8.2: the first one's confirmation lets the blocks go; the second must not count on them."""
     with rig(machine, closed_at=0) as both:
         params = both.offer()
-        both.puller.submit(both.pull("first", params))
+        both.pull_worker.submit(both.pull("first", params))
         assert both.gate.reached.wait(PATIENCE)
         second = both.now("second", params)
         assert second.reason == "gone"
@@ -90,7 +90,7 @@ def test_a_worker_is_described_once_for_many_requests(
         met.append(1)
         return choose_sources(own, workers, spread)
 
-    monkeypatch.setattr(puller_module, "choose_sources", counted)
+    monkeypatch.setattr(pull_worker_module, "choose_sources", counted)
     with rig(machine) as both:
         assert [both.now(name).reason for name in "abc"] == ["ok"] * 3
         assert len(met) == 1
@@ -120,7 +120,7 @@ def test_a_fault_of_this_package_has_a_result_too(
 
     with rig(machine) as both:
         with monkeypatch.context() as patch:
-            patch.setattr(puller_module, place, broken)
+            patch.setattr(pull_worker_module, place, broken)
             result = both.now("a")
         assert (result.reason, result.problem) == (
             "internal",

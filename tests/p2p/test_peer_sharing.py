@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 
 from kvpp_connectors.connector.transfer_engine import Read, TransferEngine
 from kvpp_connectors.p2p.messages import StepMetadata, WorkerHandshake
-from kvpp_connectors.p2p.peer_sharing import Board
+from kvpp_connectors.p2p.peer_sharing import PeerStatus
 from kvpp_connectors.p2p.protocol import Noted, Refused, Region, ShareEnded
 from kvpp_connectors.p2p.read_plan import split_shares
 from kvpp_connectors.p2p.rpc import ControlClient
-from kvpp_connectors.p2p.worker import WorkerSide
+from kvpp_connectors.p2p.worker import P2pWorker
 from tests.core.rank_memory import UNALIGNED
 from tests.p2p.conftest import Machine
 from tests.p2p.kv_memory import KvMemory, laid_out
@@ -93,10 +93,10 @@ class Group(Decode):
             handshake = self._workers[-1].handshake()
             assert handshake is not None
             handshakes[ranks.pp, ranks.tp] = handshake
-        self.scheduler.meet_workers(handshakes)
+        self.scheduler.set_handshakes(handshakes)
 
     @property
-    def workers(self) -> list[WorkerSide]:
+    def workers(self) -> list[P2pWorker]:
         """By rank."""
         return self._workers
 
@@ -164,7 +164,7 @@ def from_prefill(engine: Watched, machine: Machine) -> int:
     return sum(engine.bytes[session] for session in sessions(machine))
 
 
-def wait_for_all(worker: WorkerSide, names: set[str]) -> None:
+def wait_for_all(worker: P2pWorker, names: set[str]) -> None:
     """Wait for the end of several pulls on one rank."""
     done: set[str] = set()
 
@@ -262,7 +262,7 @@ def test_a_silent_rank_is_waited_for_in_bounds_and_then_not_at_all(machine: Mach
         assert waited[0] >= SHORT and max(waited) < LONG / 4
         decode.engines[1].held.set()
         wait_for_all(decode.workers[1], names)
-        eventually(lambda: len(prefill.engine.scheduler.take_let_go()))
+        eventually(lambda: len(prefill.engine.scheduler.pop_released()))
         assert decode.workers[1].take_invalid_blocks() == set()
 
 
@@ -375,9 +375,9 @@ def test_many_pulls_at_once(machine: Machine) -> None:
             wait_for_all(worker, set(names))
             stats = worker.take_stats()
             assert (stats.pulls, stats.shares_not_taken) == (len(names), 0)
-            assert worker._puller is not None and worker._puller._sharing is not None
-            board = worker._puller._sharing.board
-            assert board._known == {}
+            assert worker._pull_worker is not None and worker._pull_worker._sharing is not None
+            status = worker._pull_worker._sharing.status
+            assert status._known == {}
         decode.assert_pulled(prefill)
 
 
@@ -393,9 +393,9 @@ def test_a_stranger_cannot_say_that_a_share_is_there(machine: Machine) -> None:
             assert client.ask(ShareEnded(number.to_bytes(16), 1, None)) == Noted()
         client.close()
         assert decode.workers[0].finished() == (set(), set())
-        puller = decode.workers[0]._puller
-        assert puller is not None and puller._sharing is not None
-        assert len(puller._sharing.board._early) == 4096
+        pull_worker = decode.workers[0]._pull_worker
+        assert pull_worker is not None and pull_worker._sharing is not None
+        assert len(pull_worker._sharing.status._early) == 4096
         decode.engines[1].held.set()
         assert [decode.end_of(rank)["failed"] for rank in range(2)] == [[], []]
         decode.assert_pulled(prefill)
@@ -414,16 +414,16 @@ def test_shares_are_even_and_complete(sizes: list[int], members: int) -> None:
 
 def test_words_may_come_early_twice_and_late() -> None:
     """The first one counts; words of a pull that has ended change nothing."""
-    board, ticket = Board(), bytes(16)
-    board.note(ShareEnded(ticket, 1, None))
-    board.expect(ticket)
-    board.note(ShareEnded(ticket, 1, "read"))
-    assert board.wait(ticket, [1, 2], time.monotonic() + LONG, lambda: None) == {1: None}
-    assert board.wait(ticket, [2], time.monotonic(), lambda: None) == {}
-    assert board.wait(ticket, [2], time.monotonic() + LONG, lambda: "aborted") == {}
-    board.drop(ticket)
-    board.note(ShareEnded(ticket, 2, None))
-    assert board.wait(ticket, [1, 2], time.monotonic(), lambda: None) == {}
+    status, ticket = PeerStatus(), bytes(16)
+    status.note(ShareEnded(ticket, 1, None))
+    status.expect(ticket)
+    status.note(ShareEnded(ticket, 1, "read"))
+    assert status.wait(ticket, [1, 2], time.monotonic() + LONG, lambda: None) == {1: None}
+    assert status.wait(ticket, [2], time.monotonic(), lambda: None) == {}
+    assert status.wait(ticket, [2], time.monotonic() + LONG, lambda: "aborted") == {}
+    status.drop(ticket)
+    status.note(ShareEnded(ticket, 2, None))
+    assert status.wait(ticket, [1, 2], time.monotonic(), lambda: None) == {}
 
 
 @pytest.mark.parametrize("tp", [1, 2])

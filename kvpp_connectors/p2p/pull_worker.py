@@ -1,6 +1,6 @@
 """The decode worker's side of a transfer: open the lease, read, confirm.
 
-    WAITING ─▶ OPENING ─▶ READING ─▶ (TAKING SHARES ─▶) CONFIRMING ─▶ done
+    WAITING ─▶ OPENING ─▶ READING ─▶ (READING SHARES ─▶) CONFIRMING ─▶ done
         any of them can fail; reads that were started are waited for first
 
 Only a confirmation inside the lease makes the bytes count. A pull ends when nothing writes to its
@@ -20,7 +20,7 @@ from kvpp_connectors.connector.threads import log_error, make_executor
 from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.lease_client import PullFailed, ReaderLease
 from kvpp_connectors.p2p.messages import Pull, PullResult
-from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, Share, Sharing, Taken
+from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, PeerPull, Share, Sharing
 from kvpp_connectors.p2p.protocol import (
     Describe,
     Description,
@@ -29,17 +29,17 @@ from kvpp_connectors.p2p.protocol import (
     WorkerAddress,
 )
 from kvpp_connectors.p2p.read_plan import Incompatible, choose_sources, plan_reads
-from kvpp_connectors.p2p.read_window import Outcome, ReadEngine, read_all
+from kvpp_connectors.p2p.read_window import ReadEngine, ReadOutcome, read_all
 from kvpp_connectors.p2p.rpc import PeerUnreachable, ask_once
-from kvpp_connectors.p2p.transfer_params import Offer
+from kvpp_connectors.p2p.transfer_params import TransferParams
 
-__all__ = ["Puller", "PullerSettings"]
+__all__ = ["PullSettings", "PullWorker"]
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PullerSettings:
+class PullSettings:
     """Who this worker is, and the bounds of its waits (seconds)."""
 
     engine_id: str
@@ -61,14 +61,14 @@ class _Sources:
     by_name: dict[str, tuple[str, Region]] = field(default_factory=dict)
 
 
-class Puller:
-    """Runs pulls on threads; results are taken from the thread that runs the model."""
+class PullWorker:
+    """Runs pulls on threads; results are from_peers from the thread that runs the model."""
 
     def __init__(
         self,
         own: Description,
         engine: ReadEngine,
-        settings: PullerSettings,
+        settings: PullSettings,
         sharing: Sharing | None = None,
     ) -> None:
         self._own = own
@@ -87,7 +87,7 @@ class Puller:
         share = NOT_SHARED
         if self._sharing is not None:
             share = self._sharing.share(group)
-            self._sharing.board.expect(pull.ticket)
+            self._sharing.status.expect(pull.ticket)
         with self._lock:
             self._running.add(pull.request_id)
         log_error(
@@ -101,12 +101,12 @@ class Puller:
             if request_id in self._running:
                 self._cancelled.add(request_id)
         if self._sharing is not None:
-            self._sharing.board.wake()
+            self._sharing.status.wake()
 
-    def hear(self, word: ShareEnded) -> None:
-        """Another rank's word about its share of a pull."""
+    def on_peer_status(self, report: ShareEnded) -> None:
+        """Another rank reports how its share of a pull ended."""
         if self._sharing is not None:
-            self._sharing.board.note(word)
+            self._sharing.status.note(report)
 
     def take_results(self) -> list[PullResult]:
         """Pulls that have ended since the last call, each once."""
@@ -124,7 +124,7 @@ class Puller:
         with self._lock:
             self._cancelled |= self._running
         if self._sharing is not None:
-            self._sharing.board.wake()
+            self._sharing.status.wake()
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._sharing is not None:
             self._sharing.close()
@@ -134,12 +134,14 @@ class Puller:
         lease = self._lease(pull)
         result = PullResult(pull, "a fault of this package; see the log", "internal")
         try:
-            pulled, taken = self._fetch(pull, share, lease, started)
+            pulled, from_peers = self._run_pull(pull, share, lease, started)
             seconds = time.monotonic() - started
-            result = PullResult(pull, None, "ok", pulled, seconds, taken.bytes, taken.shares_left)
+            result = PullResult(
+                pull, None, "ok", pulled, seconds, from_peers.bytes, from_peers.shares_left
+            )
         except PullFailed as failure:
-            lease.release(failure.reason)
-            self._peers.pop(pull.offer.remote_engine_id, None)
+            lease.give_back(failure.reason)
+            self._peers.pop(pull.params.remote_engine_id, None)
             result = PullResult(pull, str(failure), failure.reason)
         finally:  # whatever happened: a pull without a result would hold its request for ever
             lease.close()
@@ -153,26 +155,26 @@ class Puller:
         settings = self._settings
         return ReaderLease(
             pull.request_id,
-            pull.offer,
+            pull.params,
             settings.engine_id,
             (settings.reader, settings.readers),
             settings.key,
             settings.control_timeout,
         )
 
-    def _fetch(
+    def _run_pull(
         self, pull: Pull, share: Share, lease: ReaderLease, started: float
-    ) -> tuple[int, Taken]:
+    ) -> tuple[int, PeerPull]:
         """Bytes that came from prefill, and what came from other ranks."""
         lease.open()
-        sources = self._sources(pull.offer)
+        sources = self._sources(pull.params)
         stop = self._stop_for(pull, started + self._settings.pull_timeout)
         if self._sharing is None or not share.group:
-            pulled, taken = self._pull(pull, self._own.regions, sources, stop), Taken()
+            pulled, from_peers = self._pull(pull, self._own.regions, sources, stop), PeerPull()
         else:
-            pulled, taken = self._pull_shared(self._sharing, pull, share, sources, stop)
+            pulled, from_peers = self._pull_shared(self._sharing, pull, share, sources, stop)
         lease.confirm()
-        return pulled, taken
+        return pulled, from_peers
 
     def _pull_shared(
         self,
@@ -181,7 +183,7 @@ class Puller:
         share: Share,
         sources: Mapping[str, tuple[str, Region]],
         stop: Callable[[], str | None],
-    ) -> tuple[int, Taken]:
+    ) -> tuple[int, PeerPull]:
         started = time.monotonic()
         pulled = self._pull(pull, share.own, sources, stop)
         sharing.announce(share, pull.ticket, None)
@@ -193,18 +195,18 @@ class Puller:
 
         seconds = time.monotonic() - started
         try:
-            taken = sharing.take(share, pull.ticket, seconds, read, stop)
+            from_peers = sharing.pull(share, pull.ticket, seconds, read, stop)
         except PeerFailed as error:
             raise PullFailed("peer", str(error)) from error
-        return pulled + self._pull(pull, taken.left, sources, stop), taken
+        return pulled + self._pull(pull, from_peers.left, sources, stop), from_peers
 
     def _end_share(self, pull: Pull, share: Share, problem: str | None) -> None:
-        """Let nobody wait for a share that will not be there: of several words the first counts."""
+        """Let nobody wait for a share that will not be there; the first report of it counts."""
         if self._sharing is None:
             return
         if share.group and problem is not None:
             self._sharing.announce(share, pull.ticket, problem)
-        self._sharing.board.drop(pull.ticket)
+        self._sharing.status.drop(pull.ticket)
 
     def _pull(
         self,
@@ -227,7 +229,7 @@ class Puller:
         there: Sequence[int],
         here: Sequence[int],
         stop: Callable[[], str | None],
-    ) -> Outcome:
+    ) -> ReadOutcome:
         try:
             reads = plan_reads(regions, sources, there, here)
         except Incompatible as error:
@@ -244,9 +246,9 @@ class Puller:
 
         return stop
 
-    def _sources(self, offer: Offer) -> dict[str, tuple[str, Region]]:
-        addresses = tuple(offer.kvpp.workers)
-        known = self._peers.get(offer.remote_engine_id)
+    def _sources(self, params: TransferParams) -> dict[str, tuple[str, Region]]:
+        addresses = tuple(params.kvpp.workers)
+        known = self._peers.get(params.remote_engine_id)
         if known is not None and known.addresses == addresses:
             return known.by_name
         workers = [self._describe(address) for address in addresses]
@@ -254,10 +256,10 @@ class Puller:
             found = choose_sources(self._own, workers, self._settings.reader)
         except Incompatible as error:
             raise PullFailed("incompatible", str(error)) from error
-        self._peers[offer.remote_engine_id] = _Sources(addresses, found)
+        self._peers[params.remote_engine_id] = _Sources(addresses, found)
         logger.info(
             "prefill engine %s: %d workers, reading from %s",
-            offer.remote_engine_id,
+            params.remote_engine_id,
             len(workers),
             ", ".join(sorted({session for session, _ in found.values()})),
         )

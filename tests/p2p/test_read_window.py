@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpp_connectors.connector.transfer_engine import Read
-from kvpp_connectors.p2p.read_window import Outcome, read_all
+from kvpp_connectors.p2p.read_window import ReadOutcome, read_all
 from tests.p2p.conftest import Machine
 from tests.p2p.reading_process import CHUNK, EMPTY, Local, local_for, reading_process
 from tests.p2p.serving_process import PATTERN, Server, serving_process
@@ -101,13 +101,13 @@ def test_whatever_happens_everything_submitted_has_ended_on_return(
 def test_the_window_is_used_to_the_full() -> None:
     """A read is submitted as soon as another one has ended."""
     engine = SimulatedEngine([(3, True)] * 20)
-    assert read_all(engine, simulated_reads(20), 5, forever) == Outcome(210, None)
+    assert read_all(engine, simulated_reads(20), 5, forever) == ReadOutcome(210, None)
     assert engine.most == 5
 
 
 def test_no_reads_are_done_at_once() -> None:
     """A worker that keeps no layer of the request's model has nothing to read."""
-    assert read_all(SimulatedEngine([]), [], 4, forever) == Outcome(0, None)
+    assert read_all(SimulatedEngine([]), [], 4, forever) == ReadOutcome(0, None)
 
 
 @pytest.mark.parametrize("fate", [None, (0, False), TypeError("no address")], ids=str)
@@ -125,7 +125,7 @@ def test_a_reason_to_stop_stops_submission_and_is_told() -> None:
     engine = SimulatedEngine([(30, True), (30, False), (30, True)])
     looks = iter([None, None, *["the request was aborted"] * 100])
     outcome = read_all(engine, simulated_reads(3), 2, lambda: next(looks))
-    assert outcome == Outcome(1, "the request was aborted")
+    assert outcome == ReadOutcome(1, "the request was aborted")
     assert len(engine.submitted) == 2
     assert engine.running == {}
 
@@ -163,7 +163,7 @@ def server() -> Iterator[Server]:
 def test_all_bytes_arrive(machine: Machine, server: Server) -> None:
     """In a window of 16, each where it belongs."""
     local = local_for(server.session, server.address, CHUNKS)
-    assert read_all(machine.decode, local.reads, 16, forever) == Outcome(CHUNKS * CHUNK, None)
+    assert read_all(machine.decode, local.reads, 16, forever) == ReadOutcome(CHUNKS * CHUNK, None)
     assert bool((local.memory == PATTERN).all())
 
 
@@ -196,7 +196,7 @@ def test_a_peer_that_nobody_is_fails_at_once(machine: Machine) -> None:
     memory = torch.full((1, CHUNK), EMPTY, dtype=torch.uint8)
     read = Read("127.0.0.1:1", 4096, memory.data_ptr(), CHUNK)
     outcome = read_all(machine.decode, [read] * 3, 2, forever)
-    assert outcome == Outcome(0, f"127.0.0.1:1 did not accept a read of {CHUNK:,} bytes")
+    assert outcome == ReadOutcome(0, f"127.0.0.1:1 did not accept a read of {CHUNK:,} bytes")
     assert bool((memory == EMPTY).all())
 
 

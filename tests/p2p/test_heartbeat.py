@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p.heartbeat import Courier
+from kvpp_connectors.p2p.heartbeat import Heartbeat
 from kvpp_connectors.p2p.protocol import (
     Gone,
     Granted,
@@ -27,7 +27,7 @@ from kvpp_connectors.p2p.protocol import (
     party_of,
 )
 from kvpp_connectors.p2p.rpc import ControlServer
-from kvpp_connectors.p2p.transfer_params import Offer, OfferDetails
+from kvpp_connectors.p2p.transfer_params import TransferLease, TransferParams
 from tests.p2p.sides import PATIENCE, eventually, listening
 
 HOST = "127.0.0.1"
@@ -46,7 +46,7 @@ class LeaseEndpoint:
         self.heard.append(request)
         return Released() if isinstance(request, Release) else self._answer
 
-    def offer(self, name: str) -> Offer:
+    def offer(self, name: str) -> TransferParams:
         """An offer whose lease is kept here."""
         return offer(name, HOST, self.server.port)
 
@@ -59,10 +59,10 @@ class LeaseEndpoint:
         self.server.close()
 
 
-def offer(name: str, host: str, port: int) -> Offer:
+def offer(name: str, host: str, port: int) -> TransferParams:
     """An offer whose lease is kept at an address."""
-    details = OfferDetails(1, name, 1, [WorkerAddress(HOST, 1, "e")])
-    return Offer("P", host, port, [[0]], 16, 16, details)
+    details = TransferLease(1, name, 1, [WorkerAddress(HOST, 1, "e")])
+    return TransferParams("P", host, port, [[0]], 16, 16, details)
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def endpoint() -> Iterator[LeaseEndpoint]:
 
 
 @pytest.fixture
-def courier(endpoint: LeaseEndpoint) -> Iterator[Courier]:
+def heartbeat(endpoint: LeaseEndpoint) -> Iterator[Heartbeat]:
     """One, which is closed before the endpoint."""
-    with contextlib.closing(Courier("D", None, TIMEOUT)) as courier:
-        yield courier
+    with contextlib.closing(Heartbeat("D", None, TIMEOUT)) as heartbeat:
+        yield heartbeat
 
 
 @contextlib.contextmanager
@@ -86,14 +86,16 @@ def silent_peer() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_lease_is_renewed_until_it_is_released(courier: Courier, endpoint: LeaseEndpoint) -> None:
+def test_a_lease_is_renewed_until_it_is_released(
+    heartbeat: Heartbeat, endpoint: LeaseEndpoint
+) -> None:
     """2.3, 2.2: as often as its term needs; the release comes once, and after it nothing."""
-    courier.keep("request", endpoint.offer("t"))
+    heartbeat.add("request", endpoint.offer("t"))
     eventually(lambda: endpoint.count(Renew, "t") >= 3)
     for _ in range(3):
-        courier.release("request", "aborted")
+        heartbeat.release("request", "aborted")
     eventually(lambda: endpoint.count(Release, "t"))
-    courier.keep("other", endpoint.offer("u"))
+    heartbeat.add("other", endpoint.offer("u"))
     eventually(lambda: endpoint.count(Renew, "u") >= 2)
     assert endpoint.heard[-1].transfer_id == "u"
     assert endpoint.count(Release, "t") == 1
@@ -101,66 +103,66 @@ def test_a_lease_is_renewed_until_it_is_released(courier: Courier, endpoint: Lea
     assert last == Release("t", 1, party_of("D", "request"), "aborted")
 
 
-def test_a_lease_that_is_over_is_not_renewed(courier: Courier, endpoint: LeaseEndpoint) -> None:
+def test_a_lease_that_is_over_is_not_renewed(heartbeat: Heartbeat, endpoint: LeaseEndpoint) -> None:
     """2.4: because decode says so, or because the lease endpoint does."""
     with contextlib.closing(LeaseEndpoint(Gone("read"))) as over:
-        courier.keep("over", over.offer("over"))
-        courier.keep("done", endpoint.offer("done"))
-        courier.forget("done")
-        courier.keep("alive", endpoint.offer("alive"))
+        heartbeat.add("over", over.offer("over"))
+        heartbeat.add("done", endpoint.offer("done"))
+        heartbeat.remove("done")
+        heartbeat.add("alive", endpoint.offer("alive"))
         eventually(lambda: endpoint.count(Renew, "alive") >= 5)
         assert over.count(Renew, "over") == 1
     assert endpoint.count(Renew, "done") == 0
-    courier.release("over", "too late")
-    courier.forget("nobody")
+    heartbeat.release("over", "too late")
+    heartbeat.remove("nobody")
 
 
-@pytest.mark.parametrize("first_end", ["release", "forget"])
+@pytest.mark.parametrize("first_end", ["release", "remove"])
 def test_a_transfer_of_two_requests_is_released_with_the_last(
-    first_end: str, courier: Courier, endpoint: LeaseEndpoint
+    first_end: str, heartbeat: Heartbeat, endpoint: LeaseEndpoint
 ) -> None:
     """8.2: a client sent one offer twice; the end of one request is not the other's."""
     for name in ("one", "other"):
-        courier.keep(name, endpoint.offer("t"))
-    courier.keep("one", endpoint.offer("t"))  # again: it counts once
-    courier.keep("third", endpoint.offer("u"))
-    getattr(courier, first_end)("one", *["aborted"] * (first_end == "release"))
-    courier.release("one", "aborted")
-    courier.release("third", "aborted")
+        heartbeat.add(name, endpoint.offer("t"))
+    heartbeat.add("one", endpoint.offer("t"))  # again: it counts once
+    heartbeat.add("third", endpoint.offer("u"))
+    getattr(heartbeat, first_end)("one", *["aborted"] * (first_end == "release"))
+    heartbeat.release("one", "aborted")
+    heartbeat.release("third", "aborted")
     eventually(lambda: endpoint.count(Release, "u"))  # messages are sent in order
     assert endpoint.count(Release, "t") == 0
-    courier.release("other", "aborted")
+    heartbeat.release("other", "aborted")
     eventually(lambda: endpoint.count(Release, "t"))
 
 
-def test_the_caller_never_waits(courier: Courier) -> None:
+def test_the_caller_never_waits(heartbeat: Heartbeat) -> None:
     """2.1: a dead peer does not hold up the scheduler."""
     with silent_peer() as port:
         started = time.monotonic()
         for number in range(1000):
-            courier.keep(f"r{number}", offer(f"t{number}", HOST, port))
-            courier.release(f"r{number}", "aborted")
+            heartbeat.add(f"r{number}", offer(f"t{number}", HOST, port))
+            heartbeat.release(f"r{number}", "aborted")
         assert time.monotonic() - started < 10.0  # waiting would take 500 s
-        eventually(lambda: courier.not_reached >= 1000)
+        eventually(lambda: heartbeat.not_reached >= 1000)
 
 
 def test_a_dead_peer_does_not_cost_the_others_their_leases(
-    courier: Courier, endpoint: LeaseEndpoint
+    heartbeat: Heartbeat, endpoint: LeaseEndpoint
 ) -> None:
     """2.7: one wait a round for it, not one for each of its leases and releases."""
     with silent_peer() as port, listening() as lines:
         for number in range(200):  # one after another they would take 100 s
-            courier.keep(f"dead-{number}", offer(f"dead-{number}", HOST, port))
+            heartbeat.add(f"dead-{number}", offer(f"dead-{number}", HOST, port))
         for number in range(200):
-            courier.keep(f"left-{number}", offer(f"left-{number}", HOST, port))
-            courier.release(f"left-{number}", "aborted")
-        courier.keep("alive", endpoint.offer("alive"))
+            heartbeat.add(f"left-{number}", offer(f"left-{number}", HOST, port))
+            heartbeat.release(f"left-{number}", "aborted")
+        heartbeat.add("alive", endpoint.offer("alive"))
         started = time.monotonic()
         eventually(lambda: endpoint.count(Renew, "alive") >= 3)
         assert time.monotonic() - started < PATIENCE
-        courier.release("alive", "done")
+        heartbeat.release("alive", "done")
         eventually(lambda: endpoint.count(Release, "alive"))
-    assert courier.not_reached >= 200
+    assert heartbeat.not_reached >= 200
     assert any("did not answer" in line for line in lines)
 
 
@@ -172,10 +174,10 @@ def test_a_renewal_that_was_lost_is_sent_again() -> None:
         heard.append(request)
         return Granted(60.0)
 
-    with contextlib.closing(Courier("D", None, TIMEOUT)) as courier:
+    with contextlib.closing(Heartbeat("D", None, TIMEOUT)) as heartbeat:
         with silent_peer() as port:
-            courier.keep("request", offer("t", HOST, port))
-            eventually(lambda: courier.not_reached)
+            heartbeat.add("request", offer("t", HOST, port))
+            eventually(lambda: heartbeat.not_reached)
         back = ControlServer(HOST, port, None, handle, what="lease", option="none")
         with contextlib.closing(back):
             eventually(lambda: heard)
@@ -186,36 +188,36 @@ def test_a_renewal_that_was_lost_is_sent_again() -> None:
     "host", ["bad host", "a\0b", "*", "tcp://x", "/etc", "no.such.host.invalid"]
 )
 def test_a_foolish_address_does_not_end_the_courier(
-    host: str, courier: Courier, endpoint: LeaseEndpoint
+    host: str, heartbeat: Heartbeat, endpoint: LeaseEndpoint
 ) -> None:
     """8.2: the address is a client's word; other requests are renewed and released as before."""
-    courier.keep("foolish", offer("foolish", host, 1))
-    courier.keep("gone", offer("gone", host, 1))
-    courier.release("gone", "aborted")
-    courier.keep("good", endpoint.offer("good"))
+    heartbeat.add("foolish", offer("foolish", host, 1))
+    heartbeat.add("gone", offer("gone", host, 1))
+    heartbeat.release("gone", "aborted")
+    heartbeat.add("good", endpoint.offer("good"))
     eventually(lambda: endpoint.count(Renew, "good") >= 2)
-    courier.release("good", "done")
+    heartbeat.release("good", "done")
     eventually(lambda: endpoint.count(Release, "good"))
-    assert courier.not_reached >= 1
+    assert heartbeat.not_reached >= 1
 
 
 def test_closing_sends_what_was_released(endpoint: LeaseEndpoint) -> None:
     """2.2: an engine that is shut down in an orderly way leaves no blocks held."""
-    courier = Courier("D", None, TIMEOUT)
+    heartbeat = Heartbeat("D", None, TIMEOUT)
     for number in range(50):
-        courier.keep(f"r{number}", endpoint.offer(f"t{number}"))
-        courier.release(f"r{number}", "shutdown")
-    courier.close()
+        heartbeat.add(f"r{number}", endpoint.offer(f"t{number}"))
+        heartbeat.release(f"r{number}", "shutdown")
+    heartbeat.close()
     assert sum(endpoint.count(Release, f"t{number}") for number in range(50)) == 50
 
 
 def test_leases_beyond_the_limit_rely_on_their_first_term(
-    courier: Courier, endpoint: LeaseEndpoint, monkeypatch: pytest.MonkeyPatch
+    heartbeat: Heartbeat, endpoint: LeaseEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2.2: memory is bounded."""
     monkeypatch.setattr("kvpp_connectors.p2p.heartbeat._MOST", 1)
-    courier.keep("first", endpoint.offer("first"))
-    courier.keep("second", endpoint.offer("second"))
+    heartbeat.add("first", endpoint.offer("first"))
+    heartbeat.add("second", endpoint.offer("second"))
     eventually(lambda: endpoint.count(Renew, "first") >= 2)
     assert endpoint.count(Renew, "second") == 0
-    courier.release("second", "unknown here")
+    heartbeat.release("second", "unknown here")

@@ -220,7 +220,7 @@ def test_frames_over_the_limit_are_refused_before_they_are_decoded() -> None:
 
 @pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 0.0, 1e9])
 def test_a_term_that_no_lease_can_have_is_refused(seconds: float) -> None:
-    """A courier would never renew, or renew without a pause."""
+    """A heartbeat would never renew, or renew without a pause."""
     body = pack({"type": "granted", "seconds": seconds})
     with pytest.raises(WireError, match="form"):
         Codec(None).read_reply(framed(body), NONCE)
