@@ -262,10 +262,10 @@ class Site:
         params, _ = self.offers.pop(name)
         key = read_params(params).lease(PARTY)
         if how == "read":
-            self._pd._judge(Open(*key, 1))
-            self._pd._judge(Confirm(*key, 0))
+            self._pd._answer(Open(*key, 1))
+            self._pd._answer(Confirm(*key, 0))
         elif how == "released":
-            self._pd._judge(Release(*key, "test"))
+            self._pd._answer(Release(*key, "test"))
         else:
             self._pd._book.expire(time.monotonic() + 1e9)
             self.offers.clear()
@@ -278,7 +278,7 @@ class Site:
         key = transfer, generation, PARTY
         messages = {"open": Open(*key, 1), "confirm": Confirm(*key, 0), "renew": Renew(*key),
                     "release": Release(*key, "test")}  # fmt: skip
-        assert not isinstance(self._pd._judge(messages[what]), Granted)
+        assert not isinstance(self._pd._answer(messages[what]), Granted)
 
     def drain(self) -> None:
         """Everything ends well; nothing may be left."""
@@ -296,7 +296,7 @@ class Site:
         if self._pool is not None:
             assert not len(self._pool._requests)
         if self._pd is not None and self.kind.pd == "kv_consumer":
-            assert not (self._pd._offers or self._pd._pulling or self.heartbeat.kept)
+            assert not (self._pd._waiting or self._pd._pulling or self.heartbeat.kept)
 
     def close(self) -> None:
         """Stop the endpoints."""
