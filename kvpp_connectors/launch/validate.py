@@ -15,6 +15,8 @@ from kvpp_connectors.connector.names import P2P, POOL
 from kvpp_connectors.connector.options import OptionsError
 from kvpp_connectors.launch.connectors import Connector
 from kvpp_connectors.launch.facts import Launch, launch_from_vllm
+from kvpp_connectors.launch.mention import mentions_us
+from kvpp_connectors.launch.options import Settings
 from kvpp_connectors.launch.platforms import Platform, installed_workers
 from kvpp_connectors.launch.problems import LaunchRefused, Problem, Severity, refusals_first
 from kvpp_connectors.launch.rules import check
@@ -54,14 +56,19 @@ class Verdict:
 def validate(vllm_config: Any, platform: Platform | None = None) -> Verdict:
     """Check a launch as the user asked for it, or as vLLM resolved it.
 
+    Of a launch that does not mention this package nothing is read.
+
     Args:
         vllm_config: before or after vLLM's platform hook; it is not changed.
         platform: whose rules are applied; those of the installed vLLM's if left out.
     """
+    if not mentions_us(vllm_config):
+        return Verdict(Launch(settings=Settings()), ())
     launch = launch_from_vllm(vllm_config, platform.device_type if platform else None)
     problems = [*launch.unreadable, *check(launch)]
     for connector in launch.connectors:
-        problems += settings_problems(connector)
+        if not connector.unreadable:
+            problems += settings_problems(connector)
     if launch.kvpp and platform is None:
         problems += _installation_problems(vllm_config, launch.device_type)
     return Verdict(launch, tuple(refusals_first(problems)))
