@@ -212,7 +212,7 @@ class Sharing:
         for prefill: every component of the others is either read or left.
 
         Raises:
-            PeerFailed: a rank ended that it cannot end this pull.
+            PeerFailed: a rank reported that it cannot end this pull.
         """
         started = time.monotonic()
         deadline = started + own_seconds + self._wait

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,17 +21,15 @@ from kvpp_connectors.log import get_logger
 from kvpp_connectors.p2p.lease_client import PullFailed, ReaderLease
 from kvpp_connectors.p2p.messages import Pull, PullResult
 from kvpp_connectors.p2p.peer_sharing import NOT_SHARED, PeerFailed, PeerPull, Share, Sharing
+from kvpp_connectors.p2p.prefill_peers import PrefillPeers
 from kvpp_connectors.p2p.protocol import (
-    Describe,
     Description,
     Region,
     ShareEnded,
     WorkerAddress,
 )
-from kvpp_connectors.p2p.read_plan import Incompatible, choose_sources, plan_reads
+from kvpp_connectors.p2p.read_plan import Incompatible, plan_reads
 from kvpp_connectors.p2p.read_window import ReadEngine, ReadOutcome, read_all
-from kvpp_connectors.p2p.rpc import PeerUnreachable, ask_once
-from kvpp_connectors.p2p.transfer_params import TransferParams
 
 __all__ = ["PullSettings", "PullWorker"]
 
@@ -53,16 +51,8 @@ class PullSettings:
     device: torch.device | None = None  # where the caches lie
 
 
-@dataclass(slots=True)
-class _Sources:
-    """What is known of one prefill engine: where each of our components is read."""
-
-    addresses: tuple[WorkerAddress, ...]
-    by_name: dict[str, tuple[str, Region]] = field(default_factory=dict)
-
-
 class PullWorker:
-    """Runs pulls on threads; results are from_peers from the thread that runs the model."""
+    """Runs pulls on threads; results are taken from the thread that runs the model."""
 
     def __init__(
         self,
@@ -80,7 +70,7 @@ class PullWorker:
         self._results: list[PullResult] = []
         self._cancelled: set[str] = set()
         self._running: set[str] = set()
-        self._peers: dict[str, _Sources] = {}
+        self._peers = PrefillPeers(own, settings.reader, settings.key, settings.control_timeout)
 
     def submit(self, pull: Pull, group: Sequence[WorkerAddress] = ()) -> None:
         """Start a pull as soon as a thread is free; ``group`` may share it."""
@@ -141,7 +131,7 @@ class PullWorker:
             )
         except PullFailed as failure:
             lease.give_back(failure.reason)
-            self._peers.pop(pull.params.remote_engine_id, None)
+            self._peers.forget(pull.params.remote_engine_id)
             result = PullResult(pull, str(failure), failure.reason)
         finally:  # whatever happened: a pull without a result would hold its request for ever
             lease.close()
@@ -167,7 +157,7 @@ class PullWorker:
     ) -> tuple[int, PeerPull]:
         """Bytes that came from prefill, and what came from other ranks."""
         lease.open()
-        sources = self._sources(pull.params)
+        sources = self._peers.sources(pull.params)
         stop = self._stop_for(pull, started + self._settings.pull_timeout)
         if self._sharing is None or not share.group:
             pulled, from_peers = self._pull(pull, self._own.regions, sources, stop), PeerPull()
@@ -245,39 +235,3 @@ class PullWorker:
             return None
 
         return stop
-
-    def _sources(self, params: TransferParams) -> dict[str, tuple[str, Region]]:
-        addresses = tuple(params.kvpp.workers)
-        known = self._peers.get(params.remote_engine_id)
-        if known is not None and known.addresses == addresses:
-            return known.by_name
-        workers = [self._describe(address) for address in addresses]
-        try:
-            found = choose_sources(self._own, workers, self._settings.reader)
-        except Incompatible as error:
-            raise PullFailed("incompatible", str(error)) from error
-        self._peers[params.remote_engine_id] = _Sources(addresses, found)
-        logger.info(
-            "prefill engine %s: %d workers, reading from %s",
-            params.remote_engine_id,
-            len(workers),
-            ", ".join(sorted({session for session, _ in found.values()})),
-        )
-        return found
-
-    def _describe(self, address: WorkerAddress) -> Description:
-        settings, name = self._settings, f"{address.host}:{address.port}"
-        try:
-            reply = ask_once(
-                address.host, address.port, settings.key, settings.control_timeout, Describe()
-            )
-        except PeerUnreachable as error:
-            raise PullFailed("unreachable", str(error)) from error
-        if not isinstance(reply, Description):
-            raise PullFailed("refused", f"{name} answered describe with {reply}")
-        if reply.epoch != address.epoch:
-            raise PullFailed(
-                "restarted",
-                f"the worker at {name} was restarted since the request was prefilled",
-            )
-        return reply

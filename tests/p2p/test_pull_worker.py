@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpp_connectors.p2p import pull_worker as pull_worker_module
+from kvpp_connectors.p2p import prefill_peers, pull_worker
 from kvpp_connectors.p2p.protocol import Description, Region
 from kvpp_connectors.p2p.read_plan import choose_sources
 from tests.p2p.conftest import Machine
@@ -90,7 +90,7 @@ def test_a_worker_is_described_once_for_many_requests(
         met.append(1)
         return choose_sources(own, workers, spread)
 
-    monkeypatch.setattr(pull_worker_module, "choose_sources", counted)
+    monkeypatch.setattr(prefill_peers, "choose_sources", counted)
     with rig(machine) as both:
         assert [both.now(name).reason for name in "abc"] == ["ok"] * 3
         assert len(met) == 1
@@ -109,9 +109,17 @@ def test_another_key_is_a_peer_that_cannot_be_used(machine: Machine) -> None:
         assert result.problem is not None and "not signed with this side's key" in result.problem
 
 
-@pytest.mark.parametrize("place", ["choose_sources", "plan_reads", "read_all"])
+@pytest.mark.parametrize(
+    ("module", "place"),
+    [
+        (prefill_peers, "choose_sources"),
+        (pull_worker, "plan_reads"),
+        (pull_worker, "read_all"),
+    ],
+    ids=["choose_sources", "plan_reads", "read_all"],
+)
 def test_a_fault_of_this_package_has_a_result_too(
-    place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, place: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2.1: a pull without a result would hold its request for ever."""
 
@@ -120,7 +128,7 @@ def test_a_fault_of_this_package_has_a_result_too(
 
     with rig(machine) as both:
         with monkeypatch.context() as patch:
-            patch.setattr(pull_worker_module, place, broken)
+            patch.setattr(module, place, broken)
             result = both.now("a")
         assert (result.reason, result.problem) == (
             "internal",
