@@ -88,12 +88,17 @@ class Lookup:
         )
 
     def ask(
-        self, known: PendingLookup | None, blocks: Blocks, wait_s: float = 0.0
+        self,
+        request_id: str,
+        known: PendingLookup | None,
+        blocks: Blocks,
+        wait_s: float = 0.0,
     ) -> PendingLookup:
         """The lookup of a request; its ``hit`` is None where it is not known yet: ask again in a
         later step.
 
         Args:
+            request_id: for the log.
             known: what the request's last ``ask`` gave, if there was one. It is good for the same
                 blocks until it is 2 s old: a request may wait for blocks much longer than the store
                 keeps what it has.
@@ -105,14 +110,15 @@ class Lookup:
                 known = self._submit(known, blocks)
             job = known
             if job.hit is None:
-                patience = min(wait_s, job.deadline - self._clock())
-                if patience > 0:
-                    self._changed.wait_for(lambda: job.hit is not None, timeout=patience)
+                left_s = min(wait_s, job.deadline - self._clock())
+                if left_s > 0:
+                    self._changed.wait_for(lambda: job.hit is not None, timeout=left_s)
             if job.hit is None and self._clock() >= job.deadline:
                 self._stats.add("lookup_deadline_passed")
                 self._stats.warn_once(
                     "lookup/deadline",
-                    f"no answer for a lookup of {len(blocks)} blocks within {self._deadline_s:g} s",
+                    f"no answer for a lookup within {self._deadline_s:g} s (request {request_id}, "
+                    f"{len(blocks)} blocks)",
                 )
                 self._end(job, "the lookup's deadline passed")
             return job

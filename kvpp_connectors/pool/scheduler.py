@@ -36,7 +36,7 @@ class PoolScheduler:
         self._saves: list[BlockJob] = []
         self._ended: list[Life] = []
         self._step = 0
-        self._patience = facts.options.lookup_wait_s  # left in this step, for all its lookups
+        self._lookup_wait_s = facts.options.lookup_wait_s  # left in this step, for all its lookups
 
     def use(self, namespace: Namespace) -> None:
         """The names of this engine's objects are known."""
@@ -55,8 +55,8 @@ class PoolScheduler:
         if not keys:
             return 0
         began = time.monotonic()
-        state.lookup = self._lookup.ask(state.lookup, keys, self._patience)
-        self._patience = max(0.0, self._patience - (time.monotonic() - began))
+        state.lookup = self._lookup.ask(request.request_id, state.lookup, keys, self._lookup_wait_s)
+        self._lookup_wait_s = max(0.0, self._lookup_wait_s - (time.monotonic() - began))
         if (hit := state.lookup.hit) is None:
             return None
         first = computed // self._facts.block_size
@@ -87,7 +87,7 @@ class PoolScheduler:
         if self._saving:
             self._saves += self._due()
         self._step += 1
-        self._patience = self._facts.options.lookup_wait_s
+        self._lookup_wait_s = self._facts.options.lookup_wait_s
         step.invalid = self._invalid.reported()
         step.loads, self._loads = self._loads, []
         step.saves, self._saves = self._saves, []

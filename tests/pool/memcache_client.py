@@ -80,7 +80,9 @@ class Served:
         """A lookup as the scheduler sees it: blocks hit, what shortened it, seconds it took."""
         assert self._lookup is not None
         started = time.monotonic()
-        asked = self._asked[request] = self._lookup.ask(self._asked.get(request), blocks, wait_s)
+        asked = self._asked[request] = self._lookup.ask(
+            request, self._asked.get(request), blocks, wait_s
+        )
         hit = asked.hit
         took_s = time.monotonic() - started
         return [hit and hit.blocks, hit and hit.shortened_by, took_s]

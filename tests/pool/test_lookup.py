@@ -36,7 +36,7 @@ class Lookups:
 
     def ask(self, name: str, blocks: Blocks, wait_s: float = 0.0) -> Hit | None:
         """As the scheduler does."""
-        asked = self._asked[name] = self._lookup.ask(self._asked.get(name), blocks, wait_s)
+        asked = self._asked[name] = self._lookup.ask(name, self._asked.get(name), blocks, wait_s)
         return asked.hit
 
     def forget(self, name: str) -> None:

@@ -105,7 +105,11 @@ class StandInLookup(Lookup):
         self.later = 0
 
     def ask(
-        self, known: PendingLookup | None, blocks: Sequence[Sequence[str]], wait_s: float = 0.0
+        self,
+        request_id: str,
+        known: PendingLookup | None,
+        blocks: Sequence[Sequence[str]],
+        wait_s: float = 0.0,
     ) -> PendingLookup:
         """The longest prefix in the store."""
         found = PendingLookup(tuple(tuple(keys) for keys in blocks), 0.0)

@@ -73,7 +73,7 @@ class Engine:
         """Blocks that the scheduler would load."""
         lookup = Lookup(self.store.exist, PoolStats("test"), WAIT_S)
         keys = [self.namespace.required_keys(found, self._layerwise) for found in JOB.hashes]
-        hit = lookup.ask(None, keys, WAIT_S).hit
+        hit = lookup.ask("r", None, keys, WAIT_S).hit
         lookup.close()
         assert hit is not None
         return hit.blocks
