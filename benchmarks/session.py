@@ -81,7 +81,8 @@ def _run(name: str, options: Sequence[str], folder: Path) -> _Ended:
         record = read_record(file)
     except BadRecord as error:
         return _Ended(name, None, f"failed with code {code}; {log} ends with\n{last}\n{error}")
-    wrong = "; ".join(record.figures.problems())
+    empty = [table.title for table in record.figures.tables() if not table.rows]
+    wrong = "; ".join([*record.figures.problems(), *(f"no figures: {title}" for title in empty)])
     if code != 0 and not wrong:
         wrong = f"failed with code {code}; {log} ends with\n{last}"
     return _Ended(name, record, wrong)

@@ -47,14 +47,20 @@ def expected(model: Path) -> list[list[int]]:
     return run(model, kvpp_off()).tokens
 
 
-@pytest.mark.parametrize("load_async", [False, True], ids=["in the step", "between steps"])
-def test_what_one_kvpp_engine_saves_another_loads(
-    model: Path, expected: list[list[int]], pool: StoreProcess, load_async: bool
-) -> None:
-    config = transfer(pool.master.address, load_async=load_async, model_id=f"kvpp-{load_async}")
-    first = run(model, kvpp_on(), config)
+@pytest.fixture(scope="module")
+def saved(model: Path, expected: list[list[int]], pool: StoreProcess) -> StoreProcess:
+    """A pool with what an engine with KVPP has saved as ``kvpp``."""
+    first = run(model, kvpp_on(), transfer(pool.master.address, model_id="kvpp"))
     assert first.tokens == expected
     assert_missed(first)
+    return pool
+
+
+@pytest.mark.parametrize("load_async", [False, True], ids=["in the step", "between steps"])
+def test_what_one_kvpp_engine_saves_another_loads(
+    model: Path, expected: list[list[int]], saved: StoreProcess, load_async: bool
+) -> None:
+    config = transfer(saved.master.address, load_async=load_async, model_id="kvpp")
     second = run(model, kvpp_on(), config)
     assert (second.tokens, second.cached) == (expected, LOADED)
 
