@@ -181,6 +181,7 @@ def rules(said: list[str], severity: str) -> list[str]:
     return [s.partition("[")[2].partition("]")[0] for s in said if s.startswith(f"{severity}: ")]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", LINES)
 def test_check_says_what_the_launch_says(found: Mapping[str, Any], name: str, kind: str) -> None:
@@ -194,6 +195,7 @@ def test_check_says_what_the_launch_says(found: Mapping[str, Any], name: str, ki
         assert rules(said["check"], "warning") == expected
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", LINES)
 def test_cuda_refuses_sparse_models_besides(found: Mapping[str, Any], name: str) -> None:
     mla, sparse = (rules(found[f"{name}; {kind}"]["cuda"], "refused") for kind in MODELS)
@@ -202,12 +204,14 @@ def test_cuda_refuses_sparse_models_besides(found: Mapping[str, Any], name: str)
     assert sorted(sparse) == sorted([*mla, *off])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", LINES)
 def test_npus_refuse_what_the_guide_does(found: Mapping[str, Any], name: str, kind: str) -> None:
     assert rules(found[f"{name}; {kind}"]["ascend"], "refused") == REFUSED.get(name, [])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("platform", ["cuda", "ascend"])
 def test_pcp_is_judged_for_platforms_that_have_it(found: Mapping[str, Any], platform: str) -> None:
     """vLLM itself refuses it on this machine's."""
@@ -215,6 +219,7 @@ def test_pcp_is_judged_for_platforms_that_have_it(found: Mapping[str, Any], plat
     assert "prefill context parallel" in found["PCP; MLA"]["check"]
 
 
+@pytest.mark.process
 def test_vllms_default_graph_mode_is_the_platforms(found: Mapping[str, Any]) -> None:
     """Full graphs where there are any; PIECEWISE at the optimization level below."""
     said = found["no word of graphs; MLA"]
