@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvpp_connectors.connector.names import CONNECTOR_MODULES
 from kvpp_connectors.launch.mention import mentions_us
+from kvpp_connectors.launch.modules import CONNECTOR_MODULES
 
 __all__ = ["has_native_kvpp", "register"]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kvpp_connectors.cli.gloo_ranks import RanksFailed, broadcast_costs, run_ranks
 from kvpp_connectors.cli.machine import mooncakes, version_of
-from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI_MODULE
+from kvpp_connectors.launch.modules import CONNECTOR_MODULES, MULTI_MODULE
 from kvpp_connectors.plugin import has_native_kvpp
 
 __all__ = ["Finding", "doctor", "examine", "examine_peer"]
@@ -170,7 +170,7 @@ def _vllm() -> Iterator[Finding]:
 
 def _adapter(kind: str) -> Iterator[Finding]:
     """KVPP's adapter to the installed vLLM: platform, worker class, hooks."""
-    from kvpp_connectors.launch.platforms import installed_workers
+    from kvpp_connectors.engine.workers import installed_workers
     from kvpp_connectors.vllm_api.check import (
         MADE_FOR,
         installed_hooks,

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI_MODULE
 from kvpp_connectors.engine.cpu import profile
+from kvpp_connectors.engine.workers import PROFILE_WORKER, installed_workers
 from kvpp_connectors.launch.mention import child_configs, has_our_connector
+from kvpp_connectors.launch.modules import CONNECTOR_MODULES, MULTI_MODULE
 from kvpp_connectors.launch.options import Settings, read_settings
-from kvpp_connectors.launch.platforms import PLATFORM_WORKERS, installed_workers
+from kvpp_connectors.launch.platforms import PLATFORM_WORKERS
 from kvpp_connectors.launch.validate import validate
 from kvpp_connectors.log import get_logger
 
@@ -22,7 +23,6 @@ __all__ = ["configure", "examine"]
 
 logger = get_logger(__name__)
 
-_PROFILE_WORKER = "kvpp_connectors.engine.cpu.worker.CpuProfileWorker"
 _ACCEPTED = "kvpp_accepted"  # on the device_config: vLLM hands it on as it is, never a new one
 
 
@@ -89,7 +89,7 @@ def _choose_worker(parallel: Any, settings: Settings, device_type: str) -> None:
     if settings.enabled:
         parallel.worker_cls = installed_workers()[device_type]
     elif device_type == "cpu" and parallel.worker_cls in PLATFORM_WORKERS:
-        parallel.worker_cls = _PROFILE_WORKER
+        parallel.worker_cls = PROFILE_WORKER
     else:
         return
     logger.info("worker class: %s", parallel.worker_cls)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI, P2P, POOL
+from kvpp_connectors.connector.names import MULTI, OURS, P2P, POOL
 from kvpp_connectors.connector.options import nearest
 from kvpp_connectors.launch.mention import child_configs, nearest_connector
 from kvpp_connectors.launch.problems import Problem
@@ -39,7 +39,7 @@ class Connector:
     @property
     def is_ours(self) -> bool:
         """Whether this package serves it."""
-        return self.name in CONNECTOR_MODULES
+        return self.name in OURS
 
     @property
     def meant(self) -> str | None:
@@ -156,6 +156,6 @@ def _child_problems(path: str, child: Mapping[str, Any], keys: Sequence[str]) ->
 def _is_foreign(name: str, module_path: object) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if name in CONNECTOR_MODULES or name == MULTI:
+    if name in OURS or name == MULTI:
         return False
     return module_path is not None or name in KVConnectorFactory._registry

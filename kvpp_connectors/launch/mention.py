@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpp_connectors.connector.names import CONNECTOR_MODULES, MULTI, P2P, POOL, SWITCH
+from kvpp_connectors.connector.names import MULTI, OURS, P2P, POOL, SWITCH
 
 __all__ = [
     "child_configs",
@@ -34,7 +34,7 @@ def mentions_us(vllm_config: Any) -> bool:
 
 def has_our_connector(transfer: Any) -> bool:
     """Whether the connector of a KVTransferConfig, or a child of a MultiConnector, is ours."""
-    return any(name in CONNECTOR_MODULES for name in _connector_names(transfer))
+    return any(name in OURS for name in _connector_names(transfer))
 
 
 def child_configs(name: object, extra: Mapping[str, Any]) -> list[Any]:

@@ -1,18 +1,17 @@
-"""The platforms that launches are judged for, and KVPP's worker class on each."""
+"""The platforms that launches are judged for, and where KVPP has a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 from kvpp_connectors.vllm_api.check import is_v023
 
 __all__ = [
-    "KVPP_WORKERS",
-    "KVPP_WORKERS_023",
+    "KVPP_DEVICES",
+    "KVPP_DEVICES_023",
     "PLATFORM_WORKERS",
     "Platform",
-    "installed_workers",
+    "installed_devices",
 ]
 
 
@@ -29,11 +28,8 @@ class Platform(StrEnum):
         return "npu" if self is Platform.ASCEND else self.value
 
 
-KVPP_WORKERS = {
-    "cpu": "kvpp_connectors.engine.cpu.worker.KvppCpuWorker",
-    "cuda": "kvpp_connectors.engine.cuda.KvppGpuWorker",
-}
-KVPP_WORKERS_023 = {"npu": "kvpp_connectors.engine.ascend.worker.KvppNpuWorker"}  # on vLLM 0.23
+KVPP_DEVICES: tuple[str, ...] = ("cpu", "cuda")
+KVPP_DEVICES_023: tuple[str, ...] = ("npu",)  # on vLLM 0.23
 PLATFORM_WORKERS = (
     "auto",
     "vllm.v1.worker.cpu_worker.CPUWorker",
@@ -42,6 +38,6 @@ PLATFORM_WORKERS = (
 )
 
 
-def installed_workers() -> Mapping[str, str]:
-    """KVPP's worker class for each device type of the installed vLLM."""
-    return KVPP_WORKERS_023 if is_v023() else KVPP_WORKERS
+def installed_devices() -> tuple[str, ...]:
+    """The device types that KVPP has a worker for, on the installed vLLM."""
+    return KVPP_DEVICES_023 if is_v023() else KVPP_DEVICES

@@ -15,11 +15,7 @@ from typing import Any
 from kvpp_connectors.connector.names import MULTI, P2P, POOL
 from kvpp_connectors.launch.connectors import Connector
 from kvpp_connectors.launch.facts import CACHELESS, Launch
-from kvpp_connectors.launch.platforms import (
-    KVPP_WORKERS,
-    KVPP_WORKERS_023,
-    PLATFORM_WORKERS,
-)
+from kvpp_connectors.launch.platforms import PLATFORM_WORKERS
 from kvpp_connectors.launch.ports import port_problems
 from kvpp_connectors.launch.problems import Problem, Severity, refusals_first
 
@@ -359,7 +355,8 @@ LAUNCH_RULES = (
         always=True,
         broken=lambda launch: (
             not launch.kvpp
-            and launch.worker_cls in {*KVPP_WORKERS.values(), *KVPP_WORKERS_023.values()}
+            and launch.worker_cls.startswith(OUR_WORKERS)
+            and ".Kvpp" in launch.worker_cls  # not the CPU profile's
         ),
         value=lambda launch: launch.worker_cls,
         reason="This worker class runs KVPP, which is not switched on.",

@@ -17,7 +17,7 @@ from kvpp_connectors.launch.connectors import Connector
 from kvpp_connectors.launch.facts import Launch, launch_from_vllm
 from kvpp_connectors.launch.mention import mentions_us
 from kvpp_connectors.launch.options import Settings
-from kvpp_connectors.launch.platforms import Platform, installed_workers
+from kvpp_connectors.launch.platforms import Platform, installed_devices
 from kvpp_connectors.launch.problems import LaunchRefused, Problem, Severity, refusals_first
 from kvpp_connectors.launch.rules import check
 from kvpp_connectors.p2p.options import read_key, read_options
@@ -96,13 +96,13 @@ def _read_settings(connector: Connector) -> None:
 
 def _installation_problems(vllm_config: Any, device_type: str) -> Iterator[Problem]:
     """Whether the installed vLLM, and its platform, are ones that KVPP runs in."""
-    workers = installed_workers()
-    if device_type not in workers:
+    devices = installed_devices()
+    if device_type not in devices:
         yield Problem(
             rule="platform",
             option="platform",
             value=device_type,
-            reason=f"On {vllm_version()} KVPP has a worker for {' and '.join(workers)} only.",
+            reason=f"On {vllm_version()} KVPP has a worker for {' and '.join(devices)} only.",
             remedy="Switch KVPP off on this platform.",
         )
         return

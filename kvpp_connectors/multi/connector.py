@@ -7,7 +7,6 @@ registered names, which other plug-ins may have taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -16,9 +15,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector as VllmMultiConnector,
 )
 
-from kvpp_connectors.connector.names import CONNECTOR_MODULES
+from kvpp_connectors.p2p.connector import MooncakeConnectorV2
+from kvpp_connectors.pool.connector import AscendStoreConnector
 
 __all__ = ["MultiConnector"]
+
+_OURS = {kind.__name__: kind for kind in (MooncakeConnectorV2, AscendStoreConnector)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,10 @@ class MultiConnector(VllmMultiConnector):
     ) -> KVConnectorStats | None:
         """Stats that came as plain data from another process, by class name of the child."""
         rebuilt = {
-            name: _class(name).build_kv_connector_stats(data=found)
-            if name in CONNECTOR_MODULES and not isinstance(found, KVConnectorStats)
+            name: _OURS[name].build_kv_connector_stats(data=found)
+            if name in _OURS and not isinstance(found, KVConnectorStats)
             else found
             for name, found in (data or {}).items()
         }
         stats: KVConnectorStats | None = super().build_kv_connector_stats(rebuilt)
         return stats
-
-
-def _class(name: str) -> Any:
-    return getattr(import_module(CONNECTOR_MODULES[name]), name)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from kvpp_connectors.engine.workers import KVPP_WORKERS
 from kvpp_connectors.launch import validate as gate
 from kvpp_connectors.launch.facts import Launch
-from kvpp_connectors.launch.platforms import KVPP_WORKERS
 from kvpp_connectors.launch.problems import Problem
 from tests.contract.launches import engine_config, refuse
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from kvpp_connectors.engine.workers import KVPP_WORKERS
+from kvpp_connectors.launch import platforms
 from kvpp_connectors.launch.connectors import Connector
 from kvpp_connectors.launch.facts import Launch, launch_from_vllm
 from kvpp_connectors.launch.options import KvppOptions, Settings
-from kvpp_connectors.launch.platforms import KVPP_WORKERS
 from kvpp_connectors.launch.problems import LaunchRefused
 from kvpp_core.policy import DecodePolicy
 from tests.contract.launches import MAX_LENGTH, engine_config, refuse
@@ -85,7 +86,7 @@ def test_dynamic_k_speculation_is_refused(mtp_model: Path) -> None:
 def test_a_platform_without_a_worker_of_ours_is_refused(
     mla_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(KVPP_WORKERS, "cpu")
+    monkeypatch.setattr(platforms, "KVPP_DEVICES", ("cuda",))
     (problem,) = refuse(mla_model, ON).problems
     assert (problem.rule, problem.value) == ("platform", "cpu")
     assert "cuda" in problem.reason and problem.remedy

@@ -18,7 +18,7 @@ import pytest
 import kvpp_connectors
 import kvpp_core
 from kvpp_connectors import plugin
-from kvpp_connectors.connector.names import CONNECTOR_MODULES
+from kvpp_connectors.launch.modules import CONNECTOR_MODULES
 from tests.contract.processes import run_python
 
 PACKAGES = {package.__name__: Path(package.__path__[0]) for package in (kvpp_connectors, kvpp_core)}
@@ -39,6 +39,7 @@ LIGHT = [
     "kvpp_connectors.connector.names",
     "kvpp_connectors.launch",
     "kvpp_connectors.launch.mention",
+    "kvpp_connectors.launch.modules",
     "kvpp_connectors.plugin",
 ]
 

@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "plugin": ("engine", "launch", "connector"),
     "engine": ("launch", "connector", "vllm_api"),
     "launch": ("p2p", "pool", "multi", "connector", "vllm_api"),
-    "multi": ("connector",),
+    "multi": ("p2p", "pool", "connector"),
     "p2p": ("connector", "vllm_api"),
     "pool": ("connector", "vllm_api"),
     "connector": ("vllm_api",),
@@ -43,14 +43,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     CORE: (),
 }
 
-# Text that names a module where it is not imported: what it serves is made elsewhere.
-NAMED = {
-    ("connector", "p2p"): "the module of each connector by its name in vLLM",
-    ("connector", "pool"): "likewise",
-    ("connector", "multi"): "likewise",
-    ("launch", "engine"): "KVPP's worker class of each platform",
-    ("demo", "cli"): "the proxy runs as `python -m kvpp_connectors.cli proxy`",
-}
+# Text that names a module of a room above: the command line of another process.
+NAMED = {("demo", "cli"): "the proxy runs as `python -m kvpp_connectors.cli proxy`"}
+
+# What the launch gate imports of the connectors: how they read their options, nothing that runs.
+READ_BY_THE_GATE = ("options", "mooncake_settings", "memcache_settings")
 
 
 def rooms_of(root: Path) -> dict[str, list[Path]]:
@@ -138,6 +135,18 @@ def test_the_table_has_no_circle() -> None:
 
 def test_rooms_import_only_what_stands_below_them() -> None:
     assert turned(arrows(ROOT)) == []
+
+
+def test_the_launch_gate_imports_the_connectors_options_alone() -> None:
+    """It runs where no model is: engines, threads and sockets have no place there."""
+    found = {
+        module
+        for path in rooms_of(ROOT)["launch"]
+        for _, module, imported in imports(path)
+        if imported and room(module) in ("p2p", "pool", "multi")
+    }
+    assert found
+    assert {module for module in found if not module.endswith(READ_BY_THE_GATE)} == set()
 
 
 def test_no_rooms_import_one_another_in_a_circle() -> None:

@@ -42,6 +42,7 @@ def install() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.executor import multiproc_executor
 
+    from kvpp_connectors.engine import workers
     from kvpp_connectors.launch import platforms, rules
 
     # Workers are forked: they have the stand-in, and pay no imports.
@@ -53,7 +54,8 @@ def install() -> None:
     # It would take kv_b_proj apart, which oneDNN has packed; here that is called as it is.
     mla_attention.MLAAttention.process_weights_after_loading = lambda layer, dtype: None
     CPUModelRunner._reshape_kv_cache_tensors = _reshape
-    platforms.KVPP_WORKERS_023["cpu"] = f"{__name__}.{KvppReferenceWorker.__name__}"
+    platforms.KVPP_DEVICES_023 = (*platforms.KVPP_DEVICES_023, "cpu")
+    workers.KVPP_WORKERS_023["cpu"] = f"{__name__}.{KvppReferenceWorker.__name__}"
     rules.OUR_WORKERS = (rules.OUR_WORKERS, __name__)  # type: ignore[assignment]
 
 
