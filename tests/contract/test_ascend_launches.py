@@ -13,7 +13,7 @@ import pytest
 
 from tests.contract.checking import Checked, check_all
 from tests.contract.launches import write_mla, write_mtp
-from tests.contract.test_launch_scripts import OFF, PCP, SCRIPTS, VLLM, line_of
+from tests.contract.test_launch_scripts import OFF, SCRIPTS, VLLM, line_of
 from tests.contract.test_rules import GUIDE_LAYERWISE, GUIDE_MEMCACHE, GUIDE_P2P
 
 POOL = "AscendStoreConnector"
@@ -78,19 +78,16 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Checked]:
         ]
         for rule, options in REFUSED.items()
     }
-    lines |= {script.stem: line_of(script, folder) for script in SCRIPTS if script.stem != PCP}
+    lines |= {script.stem: line_of(script, folder) for script in SCRIPTS}
     return check_all(lines, folder, "--platform", "ascend")
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("name", [script.stem for script in SCRIPTS if script.stem != PCP])
+@pytest.mark.parametrize("name", [script.stem for script in SCRIPTS])
 def test_the_launch_lines_of_the_specification_are_taken(
     checked: Mapping[str, Checked], name: str
 ) -> None:
-    """MLA, SFA with C8, MTP, P/D, MemCache, Mooncake layerwise, Multi: no refusal, no warning.
-
-    Of PCP see test_launch_scripts: vLLM for CPU does not parse it.
-    """
+    """MLA, SFA with C8, MTP, PCP, P/D, MemCache, Mooncake layerwise, Multi: none is warned of."""
     (line,) = checked[name].lines
     assert checked[name].code == 0
     assert line.startswith("KVPP is off" if name in OFF else "KVPP takes this launch.")
