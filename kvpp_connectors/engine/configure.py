@@ -50,8 +50,7 @@ def configure(vllm_config: Any, platform_hook: Callable[[Any], None]) -> None:
             logger.warning("%s", problem)
         settings = launch.settings
     else:
-        written = vllm_config.additional_config
-        settings, _ = read_settings(written if isinstance(written, dict) else {})
+        settings, _ = read_settings(vllm_config.additional_config)
     with_profile = settings.options.cpu_profile or has_our_connector(vllm_config.kv_transfer_config)
     device_type = vllm_config.device_config.device_type
     if _is_new(vllm_config) and (settings.enabled or with_profile):

@@ -103,8 +103,7 @@ def launch_from_vllm(config: Any, device_type: str | None = None) -> Launch:
     transfer = config.kv_transfer_config
     events = config.kv_events_config
     device_type = device_type or config.device_config.device_type
-    written = config.additional_config  # vLLM takes any object with a hash
-    settings, unreadable = read_settings(written if isinstance(written, dict) else {})
+    settings, unreadable = read_settings(config.additional_config)
     return Launch(
         settings=settings,
         unreadable=tuple(unreadable),

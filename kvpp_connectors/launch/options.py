@@ -136,8 +136,11 @@ class Settings:
     options: KvppOptions = field(default_factory=KvppOptions)
 
 
-def read_settings(additional_config: Mapping[Any, Any]) -> tuple[Settings, list[Problem]]:
-    """Read our keys; what cannot be read becomes a problem and counts as its default."""
+def read_settings(written: object) -> tuple[Settings, list[Problem]]:
+    """Read our keys of additional_config; what cannot be read becomes a problem and counts as its
+    default. vLLM takes any object with a hash there: what is no dict has none of our keys.
+    """
+    additional_config = written if isinstance(written, dict) else {}
     problems = list(_check_keys(additional_config))
     enabled = additional_config.get(SWITCH, False)
     if not isinstance(enabled, bool):
